@@ -1,0 +1,229 @@
+"""A branch: the history the caller holds now, and the replacements in its view. Owns both; no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .codec import USER_STUB, Codec
+from .history import Change, History
+from .policy import Policy
+from .states import Reason
+from .view import Applied, Artifact, Edit, clip, project
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a commit would do: the view's tokens after it, what it saves, and the tokens of the messages behind
+    it that were cached and have to be prefilled again."""
+
+    after: int
+    messages_after: int
+    saved: int
+    rebilled: int
+
+
+class Branch:
+    """History plus the applied replacements, sorted and disjoint."""
+
+    __slots__ = ("_delta_messages", "_delta_tokens", "_offset", "_ratio", "applied", "codec", "edits", "history", "sent")
+
+    def __init__(self, codec: Codec, token_counter: Callable[[list[Any]], int] | None) -> None:
+        self.codec = codec
+        self.history = History(codec, token_counter)
+        self.applied: list[Applied] = []
+        self.edits: tuple[Edit, ...] = ()
+        self._delta_tokens = 0
+        self._delta_messages = 0
+        # Estimate -> provider's count, from the last reported usage: an addition, or a ratio where we err high.
+        self._offset = 0
+        self._ratio = 1.0
+        #: messages of the history that the last sent view covered
+        self.sent = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the view, without ``reserved_tokens``."""
+        return self.scaled(self.history.tokens[-1] + self._delta_tokens)
+
+    @property
+    def messages(self) -> int:
+        """Messages in the view."""
+        return len(self.history) + self._delta_messages
+
+    @property
+    def scale(self) -> float:
+        """Provider's tokens per token of ours."""
+        own = self.history.tokens[-1] + self._delta_tokens
+        return self.tokens / own if own else 1.0
+
+    def scaled(self, own: int) -> int:
+        """Our count of a view, corrected by the provider's last reported usage."""
+        return int(own * self._ratio) + self._offset
+
+    def sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> tuple[Change, list[Applied]]:
+        """Follow the caller's list; returns what changed and the replacements that are not valid any more."""
+        before = self.history.reported
+        change = self.history.sync(messages, tail_only=tail_only)
+        lost: list[Applied] = []
+        if change.diverged:
+            self.sent = min(self.sent, change.common)
+            lost = self._drop_stale(messages, change.common)
+        if self.history.reported != before:
+            self._calibrate()
+        self._late_results(messages, change)
+        return change, lost
+
+    def project(self, messages: Sequence[Any]) -> list[Any]:
+        """The view of the caller's list; what we could not read at its end is passed through."""
+        return project(messages, self.edits)
+
+    def fits(self, policy: Policy) -> bool:
+        """Does the view fit under the hard limit?"""
+        return not policy.over(policy.hard_limit, self.tokens + policy.reserved_tokens, self.messages)
+
+    def refusal(self, artifact: Artifact) -> Reason | None:
+        """Why this artifact cannot be applied to this branch; ``None`` when it can."""
+        r = artifact.replacement
+        if not r.valid(self.history):
+            return Reason.DIGEST_MISMATCH
+        for a in self.applied:
+            o = a.artifact.replacement
+            if o.end <= r.start or o.start >= r.end or (r.start <= o.start and o.end <= r.end):
+                continue
+            if not all(not e.messages for e in a.edits):
+                return Reason.SUPERSEDED
+        return None
+
+    def weigh(self, artifact: Artifact, messages: Sequence[Any]) -> Weighed:
+        """What applying it would do, without doing it."""
+        before, before_messages = self._delta_tokens, self._delta_messages
+        applied = self._with(artifact, messages)
+        delta = sum(e.tokens - self.history.span(e.start, e.end) for a in applied for e in (*a.edits, *a.extra))
+        size = sum(len(e.messages) - (e.end - e.start) for a in applied for e in (*a.edits, *a.extra))
+        end = artifact.replacement.end
+        sent = max(self.sent, end)
+        return Weighed(
+            after=self.scaled(self.history.tokens[-1] + delta),
+            messages_after=len(self.history) + size,
+            saved=self.tokens - self.scaled(self.history.tokens[-1] + delta)
+            if (before, before_messages) != (delta, size)
+            else 0,
+            rebilled=int(self.history.span(end, sent) * self._ratio),
+        )
+
+    def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
+        """The view that applying it would give (what preload warms)."""
+        return project(messages, _sorted(self._with(artifact, messages)))
+
+    def apply(self, artifact: Artifact, messages: Sequence[Any]) -> list[Artifact]:
+        """Put it into the view. Returns the artifacts that it superseded. Call :meth:`refusal` first."""
+        kept = self._with(artifact, messages)
+        held = {a.artifact.key for a in kept}
+        gone = [a.artifact for a in self.applied if a.artifact.key not in held]
+        self._set(kept)
+        return gone
+
+    def clear(self) -> None:
+        """Forget every replacement (rewrite mode: the view became the base)."""
+        self._set([])
+
+    def _with(self, artifact: Artifact, messages: Sequence[Any]) -> list[Applied]:
+        r = artifact.replacement
+        kept: list[Applied] = []
+        extra: list[Edit] = []
+        for a in self.applied:
+            o = a.artifact.replacement
+            if o.end <= r.start or o.start >= r.end:
+                kept.append(replace(a, extra=tuple(e for e in a.extra if e.end <= r.start or e.start >= r.end)))
+            elif o.end > r.end:  # a removal that reaches further: its rest stays
+                kept.append(replace(a, edits=clip(a.edits, r.end), extra=tuple(e for e in a.extra if e.start >= r.end)))
+            else:
+                extra += [e for e in a.extra if e.start >= r.end and e.end > e.start]
+        kept.append(Applied(artifact, r.edits, tuple(extra)))
+        kept.sort(key=lambda a: (a.artifact.replacement.start, a.artifact.replacement.end))
+        return self._complete(kept, artifact, messages)
+
+    def _complete(self, applied: list[Applied], artifact: Artifact, messages: Sequence[Any]) -> list[Applied]:
+        """Add what a rewritten prefix requires of the messages behind it."""
+        r = artifact.replacement
+        taken = {i for a in applied for e in (*a.edits, *a.extra) for i in range(e.start, e.end)}
+        extra: list[Edit] = []
+        # Signed thinking is bound to the prefix it was made under: whole turns before the current one lose it.
+        for i in range(r.start, max(r.start, self.history.last_user)):
+            if i not in taken:
+                clean = self.codec.without_thinking(messages[i])
+                if clean is not messages[i]:
+                    extra.append(Edit(start=i, end=i + 1, messages=(clean,), tokens=self.history.count([clean])))
+        done = [replace(a, extra=(*a.extra, *extra)) if a.artifact.key == artifact.key else a for a in applied]
+        return self._open_with_user(done, messages)
+
+    def _open_with_user(self, applied: list[Applied], messages: Sequence[Any]) -> list[Applied]:
+        """The first message after the system ones is a user message in every view that we rewrote."""
+        plain = [replace(a, extra=tuple(e for e in a.extra if not _is_stub(e))) for a in applied]
+        if not plain:
+            return plain
+        lead = self.history.segmenter.lead
+        head = project(messages[: len(self.history)], _sorted(plain))[lead : lead + 1]
+        if head and self.codec.role(head[0]) == "user":
+            return plain
+        note = self.codec.user(USER_STUB)
+        stub = Edit(start=lead, end=lead, messages=(note,), tokens=self.history.count([note]))
+        return [replace(plain[0], extra=(stub, *plain[0].extra)), *plain[1:]]
+
+    def _drop_stale(self, messages: Sequence[Any], n: int) -> list[Applied]:
+        lost = [a for a in self.applied if not a.artifact.replacement.valid(self.history)]
+        kept = [a for a in self.applied if a.artifact.replacement.valid(self.history)]
+        if lost or any(e.end > n for a in kept for e in a.extra):
+            kept = [replace(a, extra=tuple(e for e in a.extra if e.end <= n)) for a in kept]
+            self._set(self._open_with_user(kept, messages))
+        return lost
+
+    def _late_results(self, messages: Sequence[Any], change: Change) -> None:
+        """A result whose call was rewritten away would be an orphan: the model reads it as a note instead."""
+        if not self.applied:
+            return
+        for i in range(change.common, len(self.history)):
+            message = messages[i]
+            if self.codec.role(message) != "tool":
+                continue
+            position = self.history.segmenter.at(i)
+            if position is None:
+                continue
+            start = self.history.segmenter.segments[position].start
+            owner = next((a for a in self.applied if _covers(a, start)), None)
+            if owner is not None and start < i:
+                note = self.codec.user(f"[late result of tool call {self.codec.result_id(message)}]\n{self.codec.text(message)}")
+                edit = Edit(start=i, end=i + 1, messages=(note,), tokens=self.history.count([note]))
+                self._set([replace(a, extra=(*a.extra, edit)) if a is owner else a for a in self.applied])
+
+    def _calibrate(self) -> None:
+        if self.history.reported is None:
+            self._offset, self._ratio = 0, 1.0
+            return
+        covered, used = self.history.reported
+        own = self.history.tokens[covered] + sum(
+            e.tokens - self.history.span(e.start, e.end) for e in self.edits if e.end <= covered
+        )
+        # More than we count is mostly what we cannot see (tool schemas); less is our erring high.
+        self._offset = max(0, used - own)
+        self._ratio = min(1.0, used / own) if own else 1.0
+
+    def _set(self, applied: list[Applied]) -> None:
+        self.applied = applied
+        self.edits = _sorted(applied)
+        self._delta_tokens = sum(e.tokens - self.history.span(e.start, e.end) for e in self.edits)
+        self._delta_messages = sum(len(e.messages) - (e.end - e.start) for e in self.edits)
+
+
+def _covers(applied: Applied, index: int) -> bool:
+    return any(e.start <= index < e.end for e in applied.edits)
+
+
+def _is_stub(edit: Edit) -> bool:
+    return edit.start == edit.end
+
+
+def _sorted(applied: Sequence[Applied]) -> tuple[Edit, ...]:
+    return tuple(sorted((e for a in applied for e in (*a.edits, *a.extra)), key=lambda e: (e.start, e.end)))

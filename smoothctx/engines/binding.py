@@ -1,0 +1,103 @@
+"""Binding: one session's relation to its engine, for options of its calls and for preload.
+
+``Binding`` works with every server that caches prefixes; an engine with slots brings one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..foreground import Foreground
+from .preload import PreloadReport, Preloader
+
+View = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+class EngineBinding(Protocol):
+    """What a session needs of its engine."""
+
+    def request_options(self) -> Mapping[str, Any]:
+        """Options of the agent's next call (slot, salt, priority)."""
+        ...
+
+    def transform_options(self, foreground: Foreground) -> Mapping[str, Any]:
+        """Options of a summariser's call that extends the agent's cached prefix."""
+        ...
+
+    async def preload(
+        self,
+        view: View,
+        *,
+        request: Mapping[str, Any],
+        foreground: Foreground,
+        needed: Callable[[], bool],
+        hurried: Callable[[float | None], bool],
+    ) -> PreloadReport:
+        """Warm the cache with ``view()``, out of the foreground's way, until it is warm to its end or not needed.
+
+        ``hurried(rate)`` says that idle time alone is too little at that prefill rate (tokens per second): work
+        may then go on beside the foreground's decode, never beside its prefill.
+        """
+        ...
+
+    def committed(self, warm: bool) -> None:
+        """The agent sends the preloaded view from now on."""
+        ...
+
+    def discarded(self) -> None:
+        """The preloaded view will not be sent."""
+        ...
+
+    def close(self) -> None:
+        """The session ended."""
+        ...
+
+
+class Prefiller(Protocol):
+    """An engine that can evaluate a prompt into its cache."""
+
+    async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Evaluate ``messages``; the result has ``.usage``."""
+        ...
+
+
+class Binding:
+    """For servers that cache prefixes by themselves: nothing to choose, preload by growing prefixes."""
+
+    def __init__(self, engine: Prefiller, session_id: str) -> None:
+        self._engine = engine
+        self._preloader = Preloader()
+
+    def request_options(self) -> Mapping[str, Any]:
+        """Nothing: the server finds the prefix itself."""
+        return {}
+
+    def transform_options(self, foreground: Foreground) -> Mapping[str, Any]:
+        """Nothing: the server finds the prefix itself."""
+        return {}
+
+    async def preload(
+        self,
+        view: View,
+        *,
+        request: Mapping[str, Any],
+        foreground: Foreground,
+        needed: Callable[[], bool],
+        hurried: Callable[[float | None], bool],
+    ) -> PreloadReport:
+        """Growing prefixes with the agent's own request options."""
+
+        async def send(messages: Sequence[Mapping[str, Any]]) -> Any:
+            return await self._engine.prefill(messages, **request)
+
+        return await self._preloader.run(send, view, foreground=foreground, needed=needed)
+
+    def committed(self, warm: bool) -> None:
+        """Nothing to switch."""
+
+    def discarded(self) -> None:
+        """Nothing to undo."""
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,366 @@
+"""A client for OpenAI-compatible model servers: completions, streams with TTFT, prefill.
+
+Wire format: the OpenAI chat completions API with ``stream_options.include_usage``; cached prompt tokens are
+read from ``usage.prompt_tokens_details.cached_tokens`` and are ``None`` where the server does not report them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ..errors import (
+    ConfigurationError,
+    EngineError,
+    EngineOverloaded,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnreachable,
+)
+from ..usage import Usage
+from .binding import Binding, EngineBinding
+
+#: HTTP statuses after which the same request may work later
+_RETRYABLE = frozenset({408, 409, 425, 429})
+#: bytes of a server's error text that are shown
+_ERROR_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished model call.
+
+    ``ttft_s`` and ``total_s`` are seconds from sending the request to the first token (``None`` when not
+    streamed, or nothing came) and to the end. ``tool_calls`` says that the model called a tool.
+    """
+
+    text: str
+    usage: Usage
+    finish_reason: str | None
+    tool_calls: bool = False
+    ttft_s: float | None = None
+    total_s: float = 0.0
+
+
+class Stream:
+    """A running completion: iterate over its text; ``completion`` is there when the iteration has ended."""
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], now: Callable[[], float], url: str) -> None:
+        self._events = events
+        self._now = now
+        self._url = url
+        self._started = now()
+        self.completion: Completion | None = None
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        parts: list[str] = []
+        usage: Usage | None = None
+        finish: str | None = None
+        ttft: float | None = None
+        tools = False
+        async for event in self._events:
+            if event.get("error"):
+                raise EngineProtocolError(f"{self._url}: the server reported an error in the stream: {_message(event)}")
+            if isinstance(event.get("usage"), dict):
+                usage = read_usage(event["usage"])
+            for choice in event.get("choices") or ():
+                delta = choice.get("delta") or {}
+                text = delta.get("content")
+                tools = tools or bool(delta.get("tool_calls"))
+                finish = choice.get("finish_reason") or finish
+                if ttft is None and (text or delta.get("tool_calls") or delta.get("reasoning_content")):
+                    ttft = self._now() - self._started
+                if isinstance(text, str) and text:
+                    parts.append(text)
+                    yield text
+        if finish is None:
+            raise EngineProtocolError(f"{self._url}: the stream ended in the middle of the answer")
+        self.completion = Completion(
+            text="".join(parts),
+            usage=usage or Usage(calls=1, estimated=True),
+            finish_reason=finish,
+            tool_calls=tools,
+            ttft_s=ttft,
+            total_s=self._now() - self._started,
+        )
+
+    async def drain(self) -> Completion:
+        """Read to the end and return the completion."""
+        async for _ in self:
+            pass
+        assert self.completion is not None
+        return self.completion
+
+
+class OpenAIEngine:
+    """An OpenAI-compatible server (llama.cpp, vLLM, SGLang, a hosted API).
+
+    Args:
+        base_url: with or without ``/v1``, such as ``http://127.0.0.1:8000/v1``.
+        model: the model's name as the server knows it.
+        api_key: sent as a bearer token.
+        context_window: the model's window in tokens, where known.
+        timeout_s: seconds without any byte from the server before the call fails.
+        preload: warm the cache ahead of a commit by default (one's own server: yes; a paid API: no).
+        client: an ``httpx.AsyncClient`` of your own; it is not closed by us.
+
+    Raises:
+        ConfigurationError: when the URL or the model cannot be right.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        context_window: int | None = None,
+        timeout_s: float = 300.0,
+        preload: bool = False,
+        client: httpx.AsyncClient | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"base_url={base_url!r}: expected http://host:port or https://host, with or without /v1")
+        if not isinstance(model, str) or not model:
+            raise ConfigurationError(f"model={model!r}: expected the model's name as the server knows it")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s={timeout_s!r}: expected seconds above 0")
+        root = base_url.rstrip("/").removesuffix("/v1")
+        self.root = root
+        self.url = f"{root}/v1"
+        self.model = model
+        self.context_window = context_window
+        self.preload_by_default = preload
+        self._now = clock
+        self._owned = client is None
+        timeout = httpx.Timeout(timeout_s, connect=10.0, pool=None)
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
+        self._client = client or httpx.AsyncClient(timeout=timeout, limits=limits)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    @property
+    def identity(self) -> str:
+        """URL and model: what makes this model this model."""
+        return f"{self.url}#{self.model}"
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **options: Any
+    ) -> Completion:
+        """One completion, not streamed to anybody.
+
+        It is sent as a stream all the same: a cancelled call then stops the server's work at once.
+
+        Raises:
+            EngineError: see its subclasses.
+        """
+        async with self.stream(messages, max_tokens=max_tokens, **options) as stream:
+            return await stream.drain()
+
+    @asynccontextmanager
+    async def stream(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **options: Any
+    ) -> AsyncGenerator[Stream]:
+        """A streamed completion: ``async with engine.stream(messages) as s: async for text in s: ...``.
+
+        Raises:
+            EngineError: see its subclasses; also raised from the iteration.
+        """
+        async with _lookahead(options) as body_options:
+            body: dict[str, Any] = {
+                "model": self.model,
+                "messages": list(messages),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **body_options,
+            }
+            if max_tokens is not None:
+                body["max_tokens"] = max_tokens
+            async with self._post("/v1/chat/completions", body) as response:
+                yield Stream(_events(response, self.url), self._now, self.url)
+
+    async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
+        """Evaluate a prompt so that the server caches it: one token is generated, since some servers refuse zero.
+
+        Raises:
+            EngineError: see its subclasses.
+        """
+        return await self.complete(messages, max_tokens=1, **options)
+
+    async def get_json(self, path: str) -> Any:
+        """GET a path below the server's root.
+
+        Raises:
+            EngineError: see its subclasses.
+        """
+        try:
+            response = await self._client.get(f"{self.root}{path}", headers=self._headers)
+        except httpx.HTTPError as error:
+            raise _unreachable(self.url, error) from error
+        _raise_for_status(self.url, response.status_code, response.text, response.headers)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EngineProtocolError(f"{self.url}{path}: the answer is not JSON") from error
+
+    async def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST JSON to a path below the server's root, and read JSON back.
+
+        Raises:
+            EngineError: see its subclasses.
+        """
+        async with self._post(path, body) as response:
+            try:
+                return json.loads(await response.aread())
+            except ValueError as error:
+                raise EngineProtocolError(f"{self.url}: the answer is not JSON") from error
+            except httpx.HTTPError as error:
+                raise _unreachable(self.url, error) from error
+
+    def bind(self, session_id: str) -> EngineBinding:
+        """One session's relation to this engine (preload, options of its calls)."""
+        return Binding(self, session_id)
+
+    async def aclose(self) -> None:
+        """Close the connections that this client opened."""
+        if self._owned:
+            await self._client.aclose()
+
+    async def __aenter__(self) -> OpenAIEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"OpenAIEngine({self.root!r}, {self.model!r})"
+
+    @asynccontextmanager
+    async def _post(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[httpx.Response]:
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        headers = {"Content-Type": "application/json", **self._headers}
+        request = self._client.build_request("POST", f"{self.root}{path}", content=content, headers=headers)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise _unreachable(self.url, error) from error
+        try:
+            if response.status_code != 200:
+                try:
+                    text = (await response.aread()).decode("utf-8", "replace")
+                except httpx.HTTPError:
+                    text = ""
+                _raise_for_status(self.url, response.status_code, text, response.headers)
+            yield response
+        finally:
+            await response.aclose()
+
+
+@asynccontextmanager
+async def _lookahead(options: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+    """A binding may prepare a background call (its ``lookahead`` option is a factory of such a context)."""
+    prepare = options.get("lookahead")
+    if prepare is None:
+        yield options
+        return
+    async with prepare() as own:
+        yield {**{k: v for k, v in options.items() if k != "lookahead"}, **own}
+
+
+async def _events(response: httpx.Response, url: str) -> AsyncIterator[dict[str, Any]]:
+    """Server-sent events with JSON data, up to ``[DONE]``.
+
+    Lines are cut at newlines only: httpx's own line reader also cuts at characters such as U+2028, which may
+    stand unescaped inside a JSON string.
+    """
+    buffer = b""
+    try:
+        async for data in response.aiter_bytes():
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                event = _event(line, url)
+                if event is _DONE:
+                    return
+                if event is not None:
+                    yield event
+    except httpx.HTTPError as error:
+        raise _unreachable(url, error) from error
+    event = _event(buffer, url)
+    if event is not None and event is not _DONE:
+        yield event
+
+
+_DONE: dict[str, Any] = {}
+
+
+def _event(line: bytes, url: str) -> dict[str, Any] | None:
+    line = line.strip()
+    if line.startswith(b"error:"):
+        line = b"data:" + line[6:]
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if data == b"[DONE]":
+        return _DONE
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise EngineProtocolError(f"{url}: the stream is not JSON: {data[:80]!r}") from error
+    if not isinstance(event, dict):
+        raise EngineProtocolError(f"{url}: expected JSON objects in the stream, got {data[:80]!r}")
+    return event
+
+
+def read_usage(usage: Mapping[str, Any]) -> Usage:
+    """OpenAI usage as ours; cached tokens only where the server reported them."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        input_tokens=int(usage.get("prompt_tokens") or 0),
+        output_tokens=int(usage.get("completion_tokens") or 0),
+        cached_tokens=int(cached) if isinstance(cached, int) else None,
+        calls=1,
+    )
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        return str(error.get("message", error))[:_ERROR_TEXT]
+    return str(error if error is not None else body)[:_ERROR_TEXT]
+
+
+def _raise_for_status(url: str, status: int, text: str, headers: Mapping[str, str]) -> None:
+    if status < 400:
+        if status != 200:
+            raise EngineProtocolError(f"{url}: HTTP {status} where 200 was expected: check the URL", status=status)
+        return
+    try:
+        said = _message(json.loads(text))
+    except ValueError:
+        said = text.strip()[:_ERROR_TEXT]
+    what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
+    if status in _RETRYABLE or status >= 500:
+        raise EngineOverloaded(what, status=status, retry_after_s=_retry_after(headers))
+    hint = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}.get(status, "")
+    raise EngineRefused(what + hint, status=status)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return None
+
+
+def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
+    what = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return EngineUnreachable(f"cannot connect to {url} ({what}): is the server running there?")
+    return EngineUnreachable(f"{url}: the connection broke or timed out ({what})")

@@ -1,0 +1,73 @@
+"""Events: everything that smoothctx does in the background, said once, to ``on_event`` and to the log.
+
+The log is the standard library's logger ``smoothctx`` through structlog: silent until the application
+configures logging. An event sink that raises never reaches the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+logging.getLogger("smoothctx").addHandler(logging.NullHandler())
+_log: Any = structlog.wrap_logger(
+    logging.getLogger("smoothctx"),
+    processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+    wrapper_class=structlog.stdlib.BoundLogger,
+)
+
+_WARNINGS = frozenset({"lookahead.failed", "fallback.applied", "view.oversized", "store.error"})
+_ERRORS = frozenset({"error"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened.
+
+    ``name`` is one of:
+
+    - ``lookahead.started``, ``lookahead.running``, ``lookahead.ready``, ``lookahead.promoted``,
+      ``lookahead.committed``, ``lookahead.discarded`` (with ``reason``), ``lookahead.failed`` (with ``error``)
+    - ``view.committed`` (a receipt), ``view.salvaged``, ``view.rebased`` (rewrite mode), ``view.oversized``
+    - ``fallback.applied``, ``message.offloaded``, ``nothing_to_rewrite`` (with ``why``)
+    - ``usage`` (of one background job), ``preload`` (what the engine reported)
+    - ``message.unreadable``, ``source.degraded``, ``store.error``, ``error`` (an internal one; the turn goes on)
+
+    ``time`` is in the runtime clock's seconds; ``data`` depends on the name.
+    """
+
+    name: str
+    time: float
+    session: str = ""
+    tenant: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EventSink:
+    """Hands events to the user's callback and to the log; owns nothing."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None, clock: Callable[[], float]) -> None:
+        self._on_event = on_event
+        self._clock = clock
+
+    def emit(self, name: str, *, session: str = "", tenant: str = "", **data: Any) -> None:
+        """Say that something happened. Never raises."""
+        event = Event(name=name, time=self._clock(), session=session, tenant=tenant, data=data)
+        try:
+            level = "error" if name in _ERRORS else "warning" if name in _WARNINGS else "debug"
+            getattr(_log, level)(name, session=session, tenant=tenant, **data)
+        except Exception:  # a broken log handler is the application's business, never the turn's
+            pass
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                logging.getLogger("smoothctx").warning("on_event raised for %s", name, exc_info=True)
+
+    def error(self, error: BaseException, *, where: str, session: str = "", tenant: str = "") -> None:
+        """Report an internal error that was kept from the turn."""
+        self.emit("error", session=session, tenant=tenant, where=where, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,257 @@
+"""A flight: the work behind one artifact key, shared by every handle that asks for it (single flight).
+
+``Flight.run`` is the only place where a transform is applied: store look-up, transform, validators, edits,
+savings, preload. It runs in the pool and knows nothing of the session's present state but what it was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+
+from .codec import Codec
+from .errors import InvalidOutput, MessageError, StoreError
+from .states import Reason
+from .store import Store
+from .transforms.base import Rewrite, Transform, TransformRequest
+from .transforms.validators import NotSmaller, validate
+from .usage import Usage
+from .view import Artifact, Edit, Replacement, Unit, align
+
+if TYPE_CHECKING:
+    from .handle import LookaheadHandle
+    from .pool import Work
+
+Count = Callable[[Sequence[Any]], int]
+
+
+class Executor(Protocol):
+    """Where transforms run. The default applies them on the runtime's own loop."""
+
+    async def execute(self, transform: Transform, request: TransformRequest) -> Rewrite:
+        """Apply ``transform`` and return its rewrite; raise what it raised."""
+        ...
+
+
+class LocalExecutor:
+    """Applies the transform in the pool's task."""
+
+    async def execute(self, transform: Transform, request: TransformRequest) -> Rewrite:
+        """``await transform.apply(request)``."""
+        return await transform.apply(request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A frozen description of the work: everything is finished history."""
+
+    key: str
+    transform: Transform
+    request: TransformRequest
+    units: tuple[Unit, ...]
+    kept: frozenset[int]
+    start: int
+    end: int
+    start_digest: bytes
+    end_digest: bytes
+    source_tokens: int
+    view_tokens: int
+    min_savings: float
+    validators: tuple[Callable[..., Any], ...]
+    count: Count
+    timeout_s: float
+    #: an ``Isolate``: its messages are a sub-agent's opening, not a replacement
+    opening: bool = False
+
+
+@dataclass(slots=True)
+class Flight:
+    """One piece of work and what came of it. Owned by the runtime; changed on the runtime's loop only."""
+
+    plan: Plan
+    tenant: str
+    store: Store | None
+    executor: Executor
+    clock: Callable[[], float]
+    raw: Callable[[TransformRequest], Awaitable[TransformRequest]] | None = None
+    preload: Callable[[Artifact], Awaitable[bool]] | None = None
+    handles: list[LookaheadHandle] = field(default_factory=list)
+    work: Work | None = None
+    artifact: Artifact | None = None
+    opening: tuple[Any, ...] | None = None
+    usage: Usage = Usage()
+    started_at: float | None = None
+    ended_at: float | None = None
+    ended: bool = False
+    from_store: bool = False
+    accounted: bool = False
+
+    async def run(self) -> Artifact:
+        """Do the work. Raises what the transform, a validator or the savings check raised."""
+        plan = self.plan
+        found = await self._stored()
+        if found is not None:
+            self.artifact, self.from_store = found, True
+        else:
+            request = plan.request if self.raw is None else await self.raw(plan.request)
+            spent = self.usage
+            request = replace(request, on_usage=self._spend)
+            with anyio.fail_after(plan.timeout_s):
+                rewrite = await self.executor.execute(plan.transform, request)
+            self.usage = spent + rewrite.usage
+            validate(request, rewrite, plan.validators)
+            self.artifact = self._artifact(rewrite)
+        for handle in list(self.handles):
+            handle.arrived()
+        if self.preload is not None:
+            warm = await self.preload(self.artifact)
+            self.artifact = replace(self.artifact, warm=warm)
+        return self.artifact
+
+    def _spend(self, usage: Usage) -> None:
+        """One call's usage as it ends: it counts even if the transform fails afterwards."""
+        self.usage = self.usage + usage
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from start to end, on the runtime's clock."""
+        return (self.ended_at or 0.0) - (self.started_at or 0.0)
+
+    def remaining_s(self, usual: float | None) -> float | None:
+        """Seconds of work expected to be left, given the usual duration; ``None`` while unknown."""
+        if usual is None:
+            return None
+        spent = 0.0 if self.started_at is None else self.clock() - self.started_at
+        return max(0.0, usual - spent)
+
+    def _artifact(self, rewrite: Rewrite) -> Artifact:
+        plan = self.plan
+        if plan.opening:
+            self.opening = tuple(rewrite.messages)
+            edits: tuple[Edit, ...] = ()
+        else:
+            edits = align(plan.units, plan.kept, rewrite.messages, plan.count)
+        tokens = sum(e.tokens for e in edits)
+        before = sum(u.edit.tokens if u.edit else plan.count(u.messages) for u in _replaced(plan.units, edits))
+        if not plan.opening and (not edits or before - tokens < plan.min_savings * plan.view_tokens):
+            raise NotSmaller(
+                f"{plan.transform.name} saves {before - tokens} of {plan.view_tokens} tokens; "
+                f"min_savings asks for {plan.min_savings:.0%}"
+            )
+        return Artifact(
+            key=plan.key,
+            transform=plan.transform.name,
+            replacement=Replacement(
+                start=plan.start,
+                end=plan.end,
+                start_digest=plan.start_digest,
+                end_digest=plan.end_digest,
+                edits=edits,
+            ),
+            usage=rewrite.usage,
+            created=self.clock(),
+            tokens=tokens,
+            durable=plan.transform.fingerprint is not None,
+        )
+
+    async def _stored(self) -> Artifact | None:
+        """What another process or an earlier run left under this key. A store's failure is not ours."""
+        if self.store is None or self.plan.transform.fingerprint is None or self.plan.opening:
+            return None
+        try:
+            with anyio.move_on_after(1.0):
+                data = await self.store.get(self.tenant, f"artifact/{self.plan.key}")
+                if data is not None:
+                    artifact = load_artifact(self.plan.request.codec, data)
+                    return artifact if _matches(artifact, self.plan) else None
+        except Exception:  # corrupt or unreachable: do the work
+            return None
+        return None
+
+
+def _replaced(units: Sequence[Unit], edits: Sequence[Edit]) -> list[Unit]:
+    changed = [u for u in units if any(e.start <= u.start and u.end <= e.end and e is not u.edit for e in edits)]
+    return changed
+
+
+def _matches(artifact: Artifact, plan: Plan) -> bool:
+    r = artifact.replacement
+    return (artifact.key, r.start, r.end, r.start_digest, r.end_digest) == (
+        plan.key,
+        plan.start,
+        plan.end,
+        plan.start_digest,
+        plan.end_digest,
+    )
+
+
+def reason_of(error: Exception) -> Reason:
+    """The typed reason for a failure."""
+    if isinstance(error, NotSmaller):
+        return Reason.NOT_SMALLER
+    if isinstance(error, InvalidOutput):
+        return Reason.INVALID_OUTPUT
+    if isinstance(error, TimeoutError):
+        return Reason.TIMEOUT
+    return Reason.FAILED
+
+
+def dump_artifact(codec: Codec, artifact: Artifact) -> bytes:
+    """An artifact as JSON, for a store."""
+    r = artifact.replacement
+    return json.dumps(
+        {
+            "v": 1,
+            "codec": codec.name,
+            "key": artifact.key,
+            "transform": artifact.transform,
+            "start": r.start,
+            "end": r.end,
+            "start_digest": r.start_digest.hex(),
+            "end_digest": r.end_digest.hex(),
+            "edits": [[e.start, e.end, e.tokens, codec.dump(e.messages).decode("utf-8", "surrogatepass")] for e in r.edits],
+            "usage": [artifact.usage.input_tokens, artifact.usage.output_tokens, artifact.usage.calls],
+            "tokens": artifact.tokens,
+        }
+    ).encode()  # fmt: skip
+
+
+def load_artifact(codec: Codec, data: bytes) -> Artifact:
+    """Read back what :func:`dump_artifact` wrote.
+
+    Raises:
+        StoreError: when it is corrupt, or was written for another codec.
+    """
+    try:
+        d = json.loads(data)
+        if d["v"] != 1 or d["codec"] != codec.name:
+            raise StoreError(f"artifact of codec {d['codec']!r} version {d['v']!r} cannot be read by {codec.name!r}")
+        edits = tuple(
+            Edit(start=int(s), end=int(e), tokens=int(t), messages=tuple(codec.load(m.encode("utf-8", "surrogatepass"))))
+            for s, e, t, m in d["edits"]
+        )  # fmt: skip
+        start, end = int(d["start"]), int(d["end"])
+        ordered = [start, *(x for e in edits for x in (e.start, e.end)), end]
+        if ordered != sorted(ordered):
+            raise StoreError("artifact edits are out of order")
+        tokens_in, tokens_out, calls = d["usage"]
+        return Artifact(
+            key=str(d["key"]),
+            transform=str(d["transform"]),
+            replacement=Replacement(
+                start=start,
+                end=end,
+                start_digest=bytes.fromhex(d["start_digest"]),
+                end_digest=bytes.fromhex(d["end_digest"]),
+                edits=edits,
+            ),
+            usage=Usage(input_tokens=int(tokens_in), output_tokens=int(tokens_out), calls=int(calls)),
+            tokens=int(d["tokens"]),
+            durable=True,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, MessageError) as error:
+        raise StoreError(f"stored artifact is corrupt: {type(error).__name__}: {error}") from error

@@ -1,0 +1,81 @@
+"""Forecast: how fast a session grows, how long it idles, how long its lookaheads take. Pure: time comes in.
+
+From these follow the earliest-deadline order of the queue and the early start: a lookahead starts before the
+trigger when its expected work exceeds the idle time that is left before the hard limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT = 0.3  # of the newest sample; about the last five turns count
+
+
+@dataclass(slots=True)
+class Average:
+    """An exponentially weighted mean; ``None`` before the first sample."""
+
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Take one more sample."""
+        self.value = sample if self.value is None else self.value + _WEIGHT * (sample - self.value)
+
+
+class Forecast:
+    """What a session has seen of itself. Times in seconds of the runtime's clock, sizes in tokens."""
+
+    __slots__ = ("_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work")
+
+    def __init__(self) -> None:
+        self.growth = Average()  # tokens per turn
+        self.idle = Average()  # seconds between the end of a turn and the start of the next
+        self.turn = Average()  # seconds from boundary to boundary
+        self.work = Average()  # seconds of background work per lookahead, preload included
+        self._boundary_at: float | None = None
+        self._boundary_tokens = 0
+        self._idle_since: float | None = None
+
+    def boundary(self, now: float, tokens: int) -> None:
+        """A turn begins with a raw history of ``tokens``."""
+        if self._boundary_at is not None and tokens > self._boundary_tokens:
+            self.growth.add(tokens - self._boundary_tokens)
+            self.turn.add(now - self._boundary_at)
+        if self._idle_since is not None:
+            self.idle.add(now - self._idle_since)
+            self._idle_since = None
+        self._boundary_at, self._boundary_tokens = now, tokens
+
+    def rested(self, now: float) -> None:
+        """The turn's reply is there: idle time begins."""
+        self._idle_since = now
+
+    def turns_left(self, tokens: int, limit: int | None) -> float | None:
+        """Turns until a view of ``tokens`` grows over ``limit``; ``None`` while unknown."""
+        if limit is None or not self.growth.value:
+            return None
+        return max(0.0, (limit - tokens) / self.growth.value)
+
+    def due(self, now: float, tokens: int, limit: int | None) -> float | None:
+        """When the hard limit is expected, on the runtime's clock; ``None`` while unknown."""
+        turns = self.turns_left(tokens, limit)
+        if turns is None or self.turn.value is None:
+            return None
+        return now + turns * self.turn.value
+
+    def hurried(self, rate: float | None, remaining: int, tokens: int, limit: int | None) -> bool:
+        """Is idle time alone too little to prefill ``remaining`` tokens at ``rate`` (tokens per second), and what
+        the session adds meanwhile, before the limit?"""
+        turns = self.turns_left(tokens, limit)
+        if not rate or turns is None or self.idle.value is None or self.growth.value is None:
+            return False
+        net = rate * self.idle.value - self.growth.value  # tokens gained on the session per turn
+        return net <= 0 or remaining / net > max(0.0, turns - 1)
+
+    def late(self, tokens: int, limit: int | None) -> bool:
+        """Would a lookahead that starts now need more than the idle time left before the limit?"""
+        turns = self.turns_left(tokens, limit)
+        if turns is None or self.work.value is None or self.idle.value is None:
+            return False
+        # The last turn before the limit cannot be used up: the commit happens at its start.
+        return self.work.value > max(0.0, turns - 1) * self.idle.value

@@ -1,0 +1,35 @@
+"""Receipts: one for each boundary that rewrote the view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .usage import Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What one commit did.
+
+    ``how``: ``"ready"`` (it was waiting), ``"promoted"`` (the turn waited for it at the hard limit),
+    ``"fallback"`` (local, without a model) or ``"salvaged"`` (an earlier result fits this branch).
+    ``tokens_before`` and ``tokens_after`` are those of the view; ``waited_s`` is what the turn waited for us,
+    in seconds; ``usage`` is what the background work cost; ``warm`` is true only where the engine reported
+    the new view as cached.
+    """
+
+    how: str
+    transform: str
+    key: str
+    tokens_before: int
+    tokens_after: int
+    messages_replaced: int
+    waited_s: float
+    usage: Usage
+    warm: bool
+    time: float
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that the view shrank by."""
+        return self.tokens_before - self.tokens_after

@@ -1,0 +1,426 @@
+"""The runtime: owns the task pool, the store, the flights and the sessions of one process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import anyio
+from anyio.from_thread import start_blocking_portal
+
+from .codec import Codec, OpenAIMessages
+from .errors import ClosedError, ConfigurationError
+from .events import Event, EventSink
+from .flight import Executor, Flight, LocalExecutor, reason_of
+from .foreground import Foreground
+from .handle import LookaheadHandle
+from .policy import Policy
+from .pool import Outcome, TaskPool, Work
+from .session import Session
+from .states import HandleState, Reason
+from .store import Store
+from .stores import MemoryStore
+from .usage import Counters, Usage
+
+#: background writes waiting for the store; more are dropped, oldest first, with an event
+MAX_WRITES = 1024
+
+
+@final
+class Runtime:
+    """Runs lookaheads for any number of sessions.
+
+    Use it as an async context manager, or from synchronous code and short-lived event loops through
+    :meth:`in_thread`. After :meth:`aclose` no task of it is left.
+
+    Args:
+        store: where artifacts and offloaded content are kept; by default in memory, bounded.
+        executor: where transforms run; by default on this runtime's loop.
+        admission: asked before each lookahead: ``async decide(work) -> "run" | "defer" | "skip"``.
+        concurrency: lookaheads that run at once.
+        max_pending: lookaheads that wait at most; more are discarded as ``queue_full``.
+        max_sessions: open sessions; beyond it the least recently used one is closed.
+        session_ttl: seconds after which an unused session is closed when room is needed or on the next open.
+        clock: seconds, monotonic.
+        on_event: called with every :class:`Event`; what it raises is logged and goes no further.
+
+    Raises:
+        ConfigurationError: naming option, value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store | None = None,
+        executor: Executor | None = None,
+        admission: Any = None,
+        concurrency: int = 2,
+        max_pending: int = 256,
+        max_sessions: int = 100_000,
+        session_ttl: float = 86_400.0,
+        clock: Callable[[], float] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        for option, value in (("concurrency", concurrency), ("max_pending", max_pending), ("max_sessions", max_sessions)):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least 1")
+        if isinstance(session_ttl, bool) or not isinstance(session_ttl, int | float) or session_ttl <= 0:
+            raise ConfigurationError(f"session_ttl={session_ttl!r}: expected seconds above 0")
+        if on_event is not None and not callable(on_event):
+            raise ConfigurationError(f"on_event={on_event!r}: expected a callable(Event)")
+        if executor is not None and not callable(getattr(executor, "execute", None)):
+            raise ConfigurationError(f"executor={executor!r}: expected an object with async execute(transform, request)")
+        if admission is not None and not callable(getattr(admission, "decide", None)):
+            raise ConfigurationError(f"admission={admission!r}: expected an object with async decide(work)")
+        self.now: Callable[[], float] = clock or time.monotonic
+        self.events = EventSink(on_event, self.now)
+        self.counters = Counters()
+        self.shares_artifacts = store is not None
+        self.store: Store = store if store is not None else MemoryStore(clock=self.now)
+        self.executor: Executor = executor or LocalExecutor()
+        self._max_sessions = max_sessions
+        self._session_ttl = session_ttl
+        self._pool = TaskPool(
+            concurrency=concurrency,
+            max_pending=max_pending,
+            clock=self.now,
+            admission=admission,
+            on_error=lambda error, where: self.events.error(error, where=where),
+        )
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._flights: dict[tuple[str, str], Flight] = {}
+        self._foregrounds: dict[int, Foreground] = {}
+        self._writes: deque[tuple[str, str, bytes]] = deque()
+        self._writing = False
+        self._lock = threading.RLock()
+        self._open = False
+        self._closed = False
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Runtime:
+        if self._closed:
+            raise ClosedError("this Runtime was closed: make a new one")
+        if self._open:
+            raise ClosedError("this Runtime is open already: enter it once")
+        await self._pool.start()
+        self._open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self, drain: bool = False) -> None:
+        """End everything: no task of ours is left afterwards. Calling it again is fine.
+
+        With ``drain`` lookaheads that are queued or running may finish (into the store) first.
+        """
+        if not self._open:
+            self._closed = True
+            return
+        with self._lock:
+            self._closed = True
+        if not drain:
+            self._close_sessions()
+        await self._pool.aclose(drain=drain)
+        self._close_sessions()
+        self._open = False
+        for tenant, key, value in list(self._writes):
+            await self._write_one(tenant, key, value)
+        self._writes.clear()
+        try:
+            await self.store.aclose()
+        except Exception as error:
+            self.events.error(error, where="store.aclose")
+
+    @classmethod
+    @contextmanager
+    def in_thread(cls, **options: Any) -> Iterator[Runtime]:
+        """A runtime on an event loop of its own, in a thread of its own.
+
+        For synchronous callers (``session.commit_sync``) and for servers that run each request on another
+        event loop. Models run on the runtime's loop: give it clients that are made there or are safe there.
+        """
+        runtime = cls(**options)
+        with start_blocking_portal(name="smoothctx") as portal:
+            portal.call(runtime.__aenter__)
+            try:
+                yield runtime
+            finally:
+                portal.call(runtime.aclose)
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def session(
+        self,
+        session_id: str,
+        *,
+        policy: Policy,
+        codec: Codec | None = None,
+        tenant: str = "default",
+        parent: Session | None = None,
+        engine: Any = None,
+        request: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """The session of this id and tenant: the open one, or a new one.
+
+        Args:
+            policy: what it does with its context; another one for an open session is an error.
+            codec: how messages are read; OpenAI-style dicts by default.
+            parent: the session whose sub-agent this is: its lookaheads draw on a smaller budget.
+            engine: the agent's own engine, to preload the view that a commit will produce.
+            request: the constant part of the agent's request (tools, template options, salt).
+
+        Raises:
+            ClosedError: the runtime is not open.
+            ConfigurationError: wrong values, or another policy for an open id.
+        """
+        if not isinstance(session_id, str) or not session_id:
+            raise ConfigurationError(f"session_id={session_id!r}: expected a string that is not empty")
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
+        if not isinstance(tenant, str) or not tenant:
+            raise ConfigurationError(f"tenant={tenant!r}: expected a string that is not empty")
+        with self._lock:
+            if self._closed or not self._open:
+                raise ClosedError("the Runtime is not open: use 'async with Runtime() as runtime' or Runtime.in_thread()")
+            key = (tenant, session_id)
+            found = self._sessions.get(key)
+            if found is not None:
+                if found.policy is not policy and found.policy != policy:
+                    raise ConfigurationError(
+                        f"session {session_id!r} is open with another policy: close it first, or use another id"
+                    )
+                self._sessions.move_to_end(key)
+                return found
+            self._make_room()
+            session = Session(
+                self,
+                session_id,
+                policy=policy,
+                codec=codec or OpenAIMessages(),
+                tenant=tenant,
+                parent=parent,
+                engine=engine,
+                request=request,
+            )
+            self._sessions[key] = session
+            return session
+
+    def wrap(
+        self, fn: Callable[..., Awaitable[Any]], *, policy: Policy, **options: Any
+    ) -> Callable[..., Awaitable[Any]]:
+        """Make an async function whose first argument is the messages a lookahead-aware one.
+
+        The keyword ``session=`` of the new function names the conversation (``"default"`` without it);
+        ``options`` go to :meth:`session`. The function gets the view and its own arguments, and its result is
+        returned as it is.
+        """
+        if not callable(fn):
+            raise ConfigurationError(f"wrap({fn!r}): expected an async function of the messages")
+
+        @functools.wraps(fn)
+        async def call(messages: list[Any], *args: Any, session: str = "default", **kwargs: Any) -> Any:
+            mine = self.session(session, policy=policy, **options)
+            view = await mine.commit(messages)
+            try:
+                async with mine.foreground():
+                    return await fn(view, *args, **kwargs)
+            finally:
+                mine.observe(messages)
+
+        return call
+
+    def _make_room(self) -> None:
+        oldest = self.now() - self._session_ttl
+        while self._sessions:
+            key, session = next(iter(self._sessions.items()))
+            if len(self._sessions) < self._max_sessions and session.used_at >= oldest:
+                return
+            del self._sessions[key]
+            session.close_now(Reason.EXPIRED if session.used_at < oldest else Reason.EVICTED)
+
+    def forget(self, session: Session) -> None:
+        """A session was closed."""
+        with self._lock:
+            if self._sessions.get((session.tenant, session.id)) is session:
+                del self._sessions[(session.tenant, session.id)]
+
+    def _close_sessions(self) -> None:
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.close_now(Reason.SHUTDOWN)
+
+    def foreground(self, engine: Any) -> Foreground:
+        """The foreground of an engine, shared by every session on it."""
+        with self._lock:
+            return self._foregrounds.setdefault(id(engine), Foreground(self.now))
+
+    # -- flights ---------------------------------------------------------------------------------------------------
+
+    def flight(self, tenant: str, key: str) -> Flight | None:
+        """The flight under way for this artifact, if any (single flight)."""
+        with self._lock:
+            found = self._flights.get((tenant, key))
+            return found if found is not None and not found.ended else None
+
+    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None) -> None:
+        """Add a handle to a flight, and put the flight into the queue if it is new."""
+        session = handle.session
+        new = flight.work is None
+        with self._lock:
+            flight.handles.append(handle)
+            if new:
+                self._flights[(flight.tenant, flight.plan.key)] = flight
+                flight.work = Work(
+                    key=flight.plan.key,
+                    tenant=flight.tenant,
+                    session=session.id,
+                    child=session.parent is not None,
+                    due=due,
+                    timeout_s=None,
+                    name=f"lookahead:{flight.plan.transform.name}:{session.id}",
+                    run=flight.run,
+                    on_start=lambda: self._started(flight),
+                    on_done=lambda outcome: self._ended(flight, outcome),
+                    breaker_key=f"{flight.tenant}:{flight.plan.transform.fingerprint or id(flight.plan.transform)}",
+                )
+        self.counters.started += 1
+        self.events.emit("lookahead.started", session=session.id, tenant=session.tenant, handle=handle.id, transform=flight.plan.transform.name, start=flight.plan.start, end=flight.plan.end, tokens=flight.plan.source_tokens)  # fmt: skip
+        if new and flight.work is not None:
+            self._pool.submit(flight.work)
+        elif flight.started_at is not None:
+            handle.move(HandleState.RUNNING)
+
+    def leave(self, flight: Flight, handle: LookaheadHandle, reason: Reason) -> None:
+        """A handle does not need its flight any more; the last one to leave cancels it."""
+        with self._lock:
+            if handle in flight.handles:
+                flight.handles.remove(handle)
+            last = not flight.handles and not flight.ended
+        self.counters.stale[str(reason)] = self.counters.stale.get(str(reason), 0) + 1
+        if last and flight.work is not None:
+            self._pool.cancel(flight.work, reason)
+        if flight.ended and not flight.handles:
+            self.wasted(flight, reason)
+
+    def promote(self, flight: Flight) -> None:
+        """Move a flight to the front of the queue."""
+        if flight.work is not None:
+            self._pool.promote(flight.work)
+
+    def wasted(self, flight: Flight, reason: Reason) -> None:
+        """Tokens that were spent on a result nobody uses, counted once per flight."""
+        with self._lock:
+            if flight.accounted or flight.from_store:
+                return
+            flight.accounted = True
+            self.counters.wasted_tokens += flight.usage.total_tokens
+
+    def _started(self, flight: Flight) -> None:
+        flight.started_at = self.now()
+        for handle in list(flight.handles):
+            handle.move(HandleState.RUNNING)
+            self.events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
+
+    def _ended(self, flight: Flight, outcome: Outcome) -> None:
+        flight.ended = True
+        flight.ended_at = self.now()
+        with self._lock:
+            if self._flights.get((flight.tenant, flight.plan.key)) is flight:
+                del self._flights[(flight.tenant, flight.plan.key)]
+            handles = list(flight.handles)
+        if flight.usage.calls:
+            self.counters.usage = self.counters.usage + flight.usage
+            self.events.emit("usage", tenant=flight.tenant, session=flight.plan.request.session_id, transform=flight.plan.transform.name, usage=flight.usage)  # fmt: skip
+        error = outcome.error if isinstance(outcome.error, Exception) else None
+        reason = outcome.reason
+        if error is not None and reason is Reason.FAILED:
+            reason = reason_of(error)
+        if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED):
+            reason, error = None, None  # only the preload went wrong: a cold commit is slower, never wrong
+        for handle in handles:
+            handle.session.ended(handle, reason, error)
+        if not handles:
+            self.wasted(flight, reason or Reason.CANCELLED)
+
+    # -- small background work -------------------------------------------------------------------------------------
+
+    def background(
+        self, name: str, run: Callable[[], Awaitable[Any]], session: Session, never: Callable[[], None]
+    ) -> None:
+        """Run something small at lookahead priority; ``never`` is called if it could not be run."""
+        self._pool.submit(
+            Work(
+                key=name,
+                tenant=session.tenant,
+                session=session.id,
+                child=session.parent is not None,
+                due=None,
+                timeout_s=600.0,
+                name=name,
+                run=run,
+                on_start=lambda: None,
+                on_done=lambda outcome: never() if outcome.reason is not None else None,
+                breaker_key=name,
+            )
+        )
+
+    def write(self, tenant: str, key: str, value: bytes) -> None:
+        """Put something into the store, in the background. Full means the oldest write is dropped, with an event."""
+        with self._lock:
+            self._writes.append((tenant, key, value))
+            if len(self._writes) > MAX_WRITES:
+                _, lost, _ = self._writes.popleft()
+                self.events.emit("store.error", tenant=tenant, error=f"too many writes are waiting: {lost} was dropped")
+            if self._writing or self._closed:
+                return
+            self._writing = True
+        work = Work(
+            key="store.write",
+            tenant=tenant,
+            session="",
+            child=False,
+            due=None,
+            timeout_s=None,
+            name="store.write",
+            run=self._write_all,
+            on_start=lambda: None,
+            on_done=self._written,
+            breaker_key="store.write",
+        )
+        self._pool.submit(work)
+        self._pool.promote(work)
+
+    async def _write_all(self) -> None:
+        while self._writes:
+            await self._write_one(*self._writes.popleft())
+
+    async def _write_one(self, tenant: str, key: str, value: bytes) -> None:
+        try:
+            with anyio.fail_after(10.0):
+                await self.store.put(tenant, key, value)
+        except Exception as error:
+            self.events.emit("store.error", tenant=tenant, error=f"{type(error).__name__}: {error}", key=key)
+
+    def _written(self, _: Outcome) -> None:
+        with self._lock:
+            self._writing = False
+            again = bool(self._writes) and not self._closed
+            entry = self._writes.popleft() if again else None
+        if entry is not None:
+            self.write(*entry)
+
+    def preloaded(self, usage: Usage) -> None:
+        """Count the tokens of a preload."""
+        self.counters.preload_usage = self.counters.preload_usage + usage
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._open else "new"
+        return f"<Runtime {state}, {len(self._sessions)} sessions, {self._pool!r}>"

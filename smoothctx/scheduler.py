@@ -1,0 +1,317 @@
+"""The scheduler: which waiting job starts next. Pure: no clock, no I/O, no tasks.
+
+:func:`step` takes the state and one event, changes the state, and returns what the owner has to do. Every way a
+job can go (submit, start, finish, defer, cancel, promote, close) passes through it.
+
+A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
+
+    Submit -> waiting -> Start -> running -> Finish -> gone
+                 |  ^                |  |
+                 |  +---- Defer -----+  +-- Cancel: Stop is asked for, the slot is free at Finish
+                 +-> Drop (queue_full, admission_denied, shutdown, a Cancel's reason) -> gone
+
+While fewer than ``concurrency`` jobs run, the next one is, in this order of rules:
+
+1. Jobs that were deferred wait until their time; promoting one ends that.
+2. Promoted jobs, in the order of their promotion. They know no budget and no fairness: a turn waits for them.
+3. Sub-agents' budget: a tenant's sub-agents that already hold ``child_slots`` slots come after every other job
+   that could start (so nothing idles for it). A starved job (rule 5) is exempt.
+4. Fair between tenants: the tenant with the fewest running jobs, then the one whose last start is longest ago.
+5. Within a tenant: starved jobs (waiting longer than ``starvation_s``) first, the oldest of them first; then the
+   earliest due (none: last); then first in, first out.
+
+The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only; and a tenant that
+waits is served in turn, whatever the others have queued. So a flood of one tenant starves nobody else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from .states import Reason
+
+#: tenants whose last start is remembered; the one served longest ago is forgotten first, which changes no order
+MAX_TENANTS = 4096
+
+
+class Lane(IntEnum):
+    """The priority scale of background work; higher goes first. The foreground is above both and not ours."""
+
+    LOOKAHEAD = 0
+    PROMOTED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One waiting or running job.
+
+    ``child``: it is a sub-agent's. ``due``: when its commit is expected, in the clock's seconds, if known.
+    ``lane``, ``queued_at``, ``order``, ``not_before`` and ``deferred_at`` are kept by :func:`step`.
+    """
+
+    id: int
+    tenant: str
+    session: str = ""
+    child: bool = False
+    due: float | None = None
+    lane: Lane = Lane.LOOKAHEAD
+    queued_at: float = 0.0
+    order: int = 0
+    not_before: float = -math.inf
+    deferred_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A new job. Its id must be new."""
+
+    now: float
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """A running job has ended, however it ended."""
+
+    now: float
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """A job is not wanted any more."""
+
+    now: float
+    job_id: int
+    reason: Reason = Reason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """A turn waits for this job now."""
+
+    now: float
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defer:
+    """Admission sent a job back: it waits until ``until``, or until it has been put off for ``max_defer_s``.
+
+    Then it is asked about once more; another ``Defer`` drops it as ``admission_denied``.
+    """
+
+    now: float
+    job_id: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """The time of a :class:`Wake` has come."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """No more jobs. ``drain``: those that wait or run may finish; otherwise they are dropped and stopped."""
+
+    now: float
+    drain: bool = False
+
+
+Event = Submit | Finish | Cancel | Promote | Defer | Tick | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start this job; answer with ``Finish`` or ``Defer``."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask this running job to stop; its slot is free at ``Finish``."""
+
+    job_id: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """This job will not run."""
+
+    job_id: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Send a ``Tick`` at this time. Each step says anew whether and when: it replaces the earlier one."""
+
+    at: float
+
+
+Effect = Start | Stop | Drop | Wake
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What waits and what runs. Changed by :func:`step` only.
+
+    ``concurrency``: jobs that run at once. ``max_pending``: jobs that wait. ``starvation_s``: seconds after
+    which a job goes before its tenant's due order. ``max_defer_s``: seconds that admission may put one job
+    off. ``child_share``: the part of ``concurrency`` that a tenant's sub-agents get while others wait.
+    """
+
+    concurrency: int
+    max_pending: int
+    starvation_s: float = 30.0
+    max_defer_s: float = 60.0
+    child_share: float = 0.5
+    queue: dict[int, Job] = field(default_factory=dict)
+    running: dict[int, Job] = field(default_factory=dict)
+    served: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    closed: bool = False
+    counter: int = 0
+
+    @property
+    def child_slots(self) -> int:
+        """Slots that one tenant's sub-agents may hold while others wait: at least one."""
+        return max(1, int(self.concurrency * self.child_share))
+
+    def next_number(self) -> int:
+        """Counts submissions, promotions and starts; what came first has the smaller number."""
+        self.counter += 1
+        return self.counter
+
+
+def step(state: State, event: Event) -> list[Effect]:
+    """Apply one event and return what is to be done, in order.
+
+    Events about jobs that are not there (any more) change nothing: they race with the job's end.
+
+    Raises:
+        ValueError: a submitted job's id is in use.
+    """
+    effects: list[Effect] = []
+    newcomer: int | None = None
+    match event:
+        case Submit(job=job):
+            if job.id in state.queue or job.id in state.running:
+                raise ValueError(f"job id {job.id} is in use")
+            if state.closed:
+                return [Drop(job.id, Reason.SHUTDOWN), *_wake(state)]
+            newcomer = job.id
+            state.queue[job.id] = replace(job, queued_at=event.now, order=state.next_number())
+        case Finish(job_id=job_id):
+            state.running.pop(job_id, None)
+        case Cancel(job_id=job_id, reason=reason):
+            if state.queue.pop(job_id, None) is not None:
+                effects.append(Drop(job_id, reason))
+            elif job_id in state.running:
+                effects.append(Stop(job_id, reason))
+        case Promote(job_id=job_id):
+            _promote(state, job_id)
+        case Defer(job_id=job_id):
+            newcomer = job_id
+            effects += _defer(state, event)
+        case Close(drain=drain):
+            state.closed = True
+            if not drain:
+                effects += [Drop(job_id, Reason.SHUTDOWN) for job_id in state.queue]
+                effects += [Stop(job_id, Reason.SHUTDOWN) for job_id in state.running]
+                state.queue.clear()
+        case Tick():
+            pass
+    effects += _fill(state, event.now)
+    if newcomer is not None and len(state.queue) > state.max_pending:
+        effects.append(_overflow(state, newcomer))
+    return effects + _wake(state)
+
+
+def _promote(state: State, job_id: int) -> None:
+    for jobs in (state.queue, state.running):
+        job = jobs.get(job_id)
+        if job is not None and job.lane is not Lane.PROMOTED:
+            jobs[job_id] = replace(job, lane=Lane.PROMOTED, order=state.next_number(), not_before=-math.inf)
+
+
+def _defer(state: State, event: Defer) -> list[Effect]:
+    job = state.running.pop(event.job_id, None)
+    if job is None:
+        return []
+    since = event.now if job.deferred_at is None else job.deferred_at
+    last = since + state.max_defer_s
+    if event.now >= last:
+        return [Drop(job.id, Reason.ADMISSION_DENIED)]
+    state.queue[job.id] = replace(job, deferred_at=since, not_before=min(event.until, last))
+    return []
+
+
+def _fill(state: State, now: float) -> list[Effect]:
+    """Start jobs while there are slots for them."""
+    started: list[Effect] = []
+    while len(state.running) < state.concurrency:
+        job = _next(state, now)
+        if job is None:
+            break
+        del state.queue[job.id]
+        state.running[job.id] = job
+        state.served[job.tenant] = state.next_number()
+        state.served.move_to_end(job.tenant)
+        if len(state.served) > MAX_TENANTS:
+            state.served.popitem(last=False)
+        started.append(Start(job.id))
+    return started
+
+
+def _next(state: State, now: float) -> Job | None:
+    """The job that the rules of this module name, if one can start."""
+    ready = [job for job in state.queue.values() if job.not_before <= now]
+    promoted = [job for job in ready if job.lane is Lane.PROMOTED]
+    if promoted:
+        return min(promoted, key=lambda job: job.order)
+
+    def starved(job: Job) -> bool:
+        return now - job.queued_at > state.starvation_s
+
+    def over_budget(job: Job) -> bool:
+        held = sum(other.child and other.tenant == job.tenant for other in state.running.values())
+        return job.child and not starved(job) and held >= state.child_slots
+
+    def rank(job: Job) -> tuple[float, ...]:
+        running = sum(other.tenant == job.tenant for other in state.running.values())
+        late = starved(job)
+        wanted = job.queued_at if late else math.inf if job.due is None else job.due
+        return running, state.served.get(job.tenant, 0), not late, wanted, job.order
+
+    within = [job for job in ready if not over_budget(job)]
+    return min(within or ready, key=rank, default=None)
+
+
+def _overflow(state: State, newcomer: int) -> Drop:
+    """The queue is one too long: who came last goes, unless it is promoted and a lookahead can make room."""
+    victim = newcomer
+    if state.queue[newcomer].lane is Lane.PROMOTED:
+        victim = _latest_due((job for job in state.queue.values() if job.lane is Lane.LOOKAHEAD), newcomer)
+    del state.queue[victim]
+    return Drop(victim, Reason.QUEUE_FULL)
+
+
+def _latest_due(jobs: Iterable[Job], default: int) -> int:
+    latest = max(jobs, key=lambda job: (math.inf if job.due is None else job.due, job.order), default=None)
+    return default if latest is None else latest.id
+
+
+def _wake(state: State) -> list[Effect]:
+    """With a free slot, everything that waits was deferred: say when the first of them may start."""
+    if not state.queue or len(state.running) >= state.concurrency:
+        return []
+    return [Wake(min(job.not_before for job in state.queue.values()))]
