@@ -98,9 +98,14 @@ class CircuitBreaker:
 
 
 class Breakers:
-    """The breakers of many keys. At most ``max_keys`` are kept; the one used longest ago is forgotten first."""
+    """The breakers of many keys. At most ``max_keys`` are kept.
+
+    Beyond that one is forgotten: the first that nothing is known against, else the one used longest ago.
+    """
 
     def __init__(self, threshold: int = 3, cooldown_s: float = 60.0, *, max_keys: int = 1024) -> None:
+        if isinstance(max_keys, bool) or not isinstance(max_keys, int) or max_keys < 1:
+            raise ConfigurationError(f"max_keys={max_keys!r}: expected a whole number of at least 1")
         CircuitBreaker(threshold, cooldown_s)  # a wrong option raises here, not at the first use
         self._threshold = threshold
         self._cooldown_s = cooldown_s
@@ -111,15 +116,16 @@ class Breakers:
         """The breaker of this key, made if need be. Hold it from ``allow`` to its answer."""
         breaker = self._held.get(key)
         if breaker is None:
+            if len(self._held) >= self._max_keys:
+                oldest = next(iter(self._held))
+                del self._held[next((held for held, known in self._held.items() if known.idle), oldest)]
             breaker = self._held[key] = CircuitBreaker(self._threshold, self._cooldown_s)
         self._held.move_to_end(key)
-        if len(self._held) > self._max_keys:
-            self._held.popitem(last=False)
         return breaker
 
     def resting(self) -> int:
         """How many are open or half-open."""
-        return sum(breaker.state is not BreakerState.CLOSED for breaker in self._held.values())
+        return sum(breaker.state is not BreakerState.CLOSED for breaker in list(self._held.values()))
 
     def __len__(self) -> int:
         return len(self._held)

@@ -145,7 +145,19 @@ _KNOWN = _THINKING | _MEDIA.keys() | _TEXT | _TOOLS
 # Everything beside these in a message dict is bookkeeping (ids, usage, response metadata): not model-visible.
 _VISIBLE = ("content", "name", "tool_calls", "function_call", "tool_call_id", "refusal", "audio")
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
+_COUNTED = frozenset({*_THINKING_FIELDS, "name", "refusal", "tool_call_id"})
 _STREAMING = ("in_progress", "incomplete", "streaming")
+
+
+def _opaque(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "blake2b:" + hashlib.blake2b(bytes(value), digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return repr(value)
+
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_opaque).encode
 
 
 class OpenAIMessages:
@@ -160,6 +172,9 @@ class OpenAIMessages:
 
     def check(self, message: Any, index: int) -> None:
         """Raise ``MessageError`` when the dict cannot be a chat message."""
+        if type(message) is dict and len(message) == 2:
+            if type(message.get("role")) is str and message["role"] in _ROLES and type(message.get("content")) is str:
+                return
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise MessageError(f"{where}: expected a dict with a 'role', got {type(message).__name__}")
@@ -225,7 +240,10 @@ class OpenAIMessages:
 
     def visible(self, message: Any) -> bytes:
         """Role, content, names, calls and call ids as canonical JSON; binary parts by the hash of their bytes."""
-        seen: dict[str, Any] = {"role": self.role(message)}
+        role, content = _ROLES[message["role"]], message.get("content")
+        if type(content) is str and len(message) == 2:
+            return f"{role}:{content}".encode("utf-8", "surrogatepass")
+        seen: dict[str, Any] = {"role": role}
         for key in _VISIBLE:
             value = message.get(key)
             if value is not None and value != []:
@@ -233,9 +251,9 @@ class OpenAIMessages:
         for key in _THINKING_FIELDS:
             if message.get(key):
                 seen[key] = message[key]
-        return json.dumps(seen, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_opaque).encode(
-            "utf-8", "surrogatepass"
-        )
+        if seen.keys() == {"role", "content"} and type(content) is str:
+            return f"{role}:{content}".encode("utf-8", "surrogatepass")
+        return _encode(seen).encode("utf-8", "surrogatepass")
 
     def freeze(self, message: Any) -> Any:
         """A structural copy: new containers, the same leaves."""
@@ -249,7 +267,10 @@ class OpenAIMessages:
         """Estimated tokens: one per CJK character, one per four others, a fixed cost per media part."""
         if not isinstance(message, dict):
             return MESSAGE_TOKENS + count_text(str(message))
-        total = MESSAGE_TOKENS + _content_tokens(message.get("content"))
+        content = message.get("content")
+        if type(content) is str and len(message) == 2:
+            return MESSAGE_TOKENS + count_text(content)
+        total = MESSAGE_TOKENS + _content_tokens(content)
         # A mirror of the calls as tool_use parts costs once: the parts are counted only without tool_calls.
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
@@ -260,8 +281,8 @@ class OpenAIMessages:
             total += count_text(str(f.get("name", ""))) + count_text(_arguments(f.get("arguments")))
         else:
             total += _tool_use_tokens(message.get("content"))
-        for key in (*_THINKING_FIELDS, "name", "refusal", "tool_call_id"):
-            value = message.get(key)
+        for key in _COUNTED & message.keys():
+            value = message[key]
             if value:
                 total += count_text(value if isinstance(value, str) else json.dumps(value, default=_opaque))
         return total
@@ -371,14 +392,6 @@ def _structure(value: Any) -> Any:
     if type(value) is list:
         return [_structure(v) for v in value]
     return value
-
-
-def _opaque(value: Any) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return "blake2b:" + hashlib.blake2b(bytes(value), digest_size=16).hexdigest()
-    if isinstance(value, Mapping):
-        return dict(value)
-    return repr(value)
 
 
 def _canonical(value: Any) -> Any:

@@ -60,9 +60,9 @@ class History:
 
     def count(self, messages: Sequence[Any]) -> int:
         """Tokens of a run of messages, by the caller's counter or the codec's estimate."""
-        if self._count is not None:
-            return int(self._count(list(messages))) if messages else 0
-        return sum(map(self.codec.estimate, messages))
+        if self._count is None:
+            return sum(map(self.codec.estimate, messages))
+        return int(self._count(list(messages))) if messages else 0
 
     def span(self, start: int, end: int) -> int:
         """Tokens of messages ``[start, end)``."""

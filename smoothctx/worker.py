@@ -63,6 +63,8 @@ class Worker:
     async def serve(self, entry: Entry) -> Outcome | float:
         """Admission, breaker, run. A number is the seconds for which admission put it off."""
         work = entry.work
+        if entry.stop is not None:  # before its first step
+            return Outcome(reason=entry.stop)
         answer = await self._ask_admission(entry)
         if entry.stop is not None:
             return Outcome(reason=entry.stop)

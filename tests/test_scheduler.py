@@ -1,0 +1,400 @@
+"""The scheduler's step: each rule by an example, and all of them together against random histories."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from smoothctx.scheduler import (
+    MAX_TENANTS,
+    Cancel,
+    Close,
+    Defer,
+    Drop,
+    Effect,
+    Event,
+    Finish,
+    Job,
+    Lane,
+    Promote,
+    Start,
+    State,
+    Stop,
+    Submit,
+    Tick,
+    Wake,
+    step,
+)
+from smoothctx.states import Reason
+
+
+def new(concurrency: int = 1, max_pending: int = 8, **options: float) -> State:
+    return State(concurrency=concurrency, max_pending=max_pending, **options)  # type: ignore[arg-type]
+
+
+def submit(state: State, job_id: int, *, now: float = 0.0, tenant: str = "a", **fields: object) -> list[Effect]:
+    return step(state, Submit(now=now, job=Job(id=job_id, tenant=tenant, **fields)))  # type: ignore[arg-type]
+
+
+def finish_all(state: State, now: float = 0.0) -> list[int]:
+    """Finish whatever runs, one after the other, and return the order in which the others started."""
+    order: list[int] = []
+    while state.running:
+        for effect in step(state, Finish(now=now, job_id=next(iter(state.running)))):
+            if isinstance(effect, Start):
+                order.append(effect.job_id)
+    return order
+
+
+def test_starts_up_to_concurrency_and_queues_the_rest() -> None:
+    """Slots are filled at once, the rest waits, and a finished job makes room for the next."""
+    state = new(concurrency=2)
+    assert submit(state, 1) == [Start(1)]
+    assert submit(state, 2) == [Start(2)]
+    assert submit(state, 3) == []
+    assert step(state, Finish(now=1.0, job_id=1)) == [Start(3)]
+
+
+def test_earliest_due_first_and_none_last() -> None:
+    """Within a tenant the earliest predicted commit goes first; unknown ones last, in order of arrival."""
+    state = new()
+    submit(state, 1)
+    for job_id, due in ((2, None), (3, 50.0), (4, 10.0), (5, None)):
+        submit(state, job_id, due=due)
+    assert finish_all(state) == [4, 3, 2, 5]
+
+
+def test_promoted_first_in_order_of_promotion() -> None:
+    """A promoted job goes before every lookahead, and promoted ones keep the order of their promotion."""
+    state = new()
+    submit(state, 1)
+    for job_id in (2, 3, 4):
+        submit(state, job_id, due=float(job_id))
+    step(state, Promote(now=0.0, job_id=4))
+    step(state, Promote(now=0.0, job_id=3))
+    step(state, Promote(now=0.0, job_id=4))
+    assert finish_all(state) == [4, 3, 2]
+
+
+def test_fair_between_tenants() -> None:
+    """One tenant's flood does not keep another's single job waiting for more than the job that runs."""
+    state = new(max_pending=300)
+    for job_id in range(200):
+        submit(state, job_id, tenant="flood", due=0.0)
+    submit(state, 1000, tenant="quiet", due=9e9)
+    assert finish_all(state, now=1e6)[0] == 1000
+
+
+def test_tenant_with_fewest_running_first_then_least_recently_served() -> None:
+    """Slots are shared evenly, and ties go round."""
+    state = new(concurrency=2)
+    submit(state, 1, tenant="a")
+    submit(state, 2, tenant="b")
+    for job_id, tenant in ((3, "a"), (4, "a"), (5, "b"), (6, "c")):
+        submit(state, job_id, tenant=tenant)
+    assert step(state, Finish(now=0.0, job_id=2)) == [Start(6)]
+    assert step(state, Finish(now=0.0, job_id=6)) == [Start(5)]
+
+
+def test_a_starved_job_goes_before_due_order() -> None:
+    """A job without a due time is not overtaken for ever by urgent ones."""
+    state = new(starvation_s=30.0)
+    submit(state, 1)
+    submit(state, 2, now=0.0)
+    submit(state, 3, now=5.0, due=6.0)
+    submit(state, 4, now=31.0, due=32.0)
+    assert step(state, Finish(now=31.0, job_id=1)) == [Start(2)]
+    assert step(state, Finish(now=31.0, job_id=2)) == [Start(3)]
+
+
+def test_sub_agents_leave_room_for_their_parents() -> None:
+    """Sub-agents over their share wait while another job could start, and use what is idle otherwise."""
+    state = new(concurrency=4)
+    for job_id in (1, 2, 3):
+        submit(state, job_id, child=True)
+    assert len(state.running) == 3, "nothing else waits: they may have it"
+    submit(state, 4, child=True)
+    submit(state, 5, child=True, due=1.0)
+    submit(state, 6, due=2.0)
+    assert step(state, Finish(now=0.0, job_id=1)) == [Start(6)]
+    assert step(state, Finish(now=0.0, job_id=2)) == [Start(5)]
+
+
+def test_sub_agents_are_not_starved() -> None:
+    """A starved sub-agent's job is exempt from the share."""
+    state = new(concurrency=1, starvation_s=30.0)
+    submit(state, 1, child=True)
+    submit(state, 2, child=True)
+    submit(state, 3, now=29.0, due=0.0)
+    assert step(state, Finish(now=31.0, job_id=1)) == [Start(2)]
+
+
+def test_promise_10_full_queue_drops_the_newcomer() -> None:
+    """A full queue is a typed discard, not growth."""
+    state = new(max_pending=1)
+    submit(state, 1)
+    submit(state, 2)
+    assert submit(state, 3, due=0.0) == [Drop(3, Reason.QUEUE_FULL)]
+    assert list(state.queue) == [2]
+
+
+def test_full_queue_a_promoted_newcomer_displaces_the_latest_due() -> None:
+    """A turn that waits finds room as long as a mere lookahead holds some."""
+    state = new(max_pending=2)
+    submit(state, 1)
+    submit(state, 2, due=5.0)
+    submit(state, 3, due=9.0)
+    assert submit(state, 4, lane=Lane.PROMOTED) == [Drop(3, Reason.QUEUE_FULL)]
+    assert submit(state, 5, lane=Lane.PROMOTED) == [Drop(2, Reason.QUEUE_FULL)]
+    assert submit(state, 6, lane=Lane.PROMOTED) == [Drop(6, Reason.QUEUE_FULL)]
+
+
+def test_deferred_waits_until_its_time_and_frees_its_slot() -> None:
+    """A deferred job makes room, asks to be woken, and starts when its time has come."""
+    state = new()
+    submit(state, 1)
+    submit(state, 2)
+    assert step(state, Defer(now=0.0, job_id=1, until=5.0)) == [Start(2)]
+    assert step(state, Finish(now=1.0, job_id=2)) == [Wake(5.0)]
+    assert step(state, Tick(now=4.0)) == [Wake(5.0)]
+    assert step(state, Tick(now=5.0)) == [Start(1)]
+
+
+def test_deferral_is_bounded() -> None:
+    """Admission may put a job off for ``max_defer_s`` in all; it is asked once more then, and a no is final."""
+    state = new(max_defer_s=60.0)
+    submit(state, 1)
+    assert step(state, Defer(now=0.0, job_id=1, until=50.0)) == [Wake(50.0)]
+    assert step(state, Tick(now=50.0)) == [Start(1)]
+    assert step(state, Defer(now=50.0, job_id=1, until=1e9)) == [Wake(60.0)]
+    assert step(state, Tick(now=60.0)) == [Start(1)]
+    assert step(state, Defer(now=60.0, job_id=1, until=61.0)) == [Drop(1, Reason.ADMISSION_DENIED)]
+
+
+def test_promotion_ends_a_deferral() -> None:
+    """A turn does not wait for a deferral to end."""
+    state = new()
+    submit(state, 1)
+    step(state, Defer(now=0.0, job_id=1, until=50.0))
+    assert step(state, Promote(now=1.0, job_id=1)) == [Start(1)]
+
+
+def test_a_deferred_job_does_not_overfill_the_queue() -> None:
+    """A job that comes back to a full queue is dropped."""
+    state = new(max_pending=1)
+    submit(state, 1)
+    step(state, Defer(now=0.0, job_id=1, until=50.0))
+    submit(state, 2)
+    assert step(state, Defer(now=0.0, job_id=2, until=50.0)) == [Drop(2, Reason.QUEUE_FULL), Wake(50.0)]
+
+
+def test_cancel_and_close() -> None:
+    """What waits is dropped, what runs is asked to stop, and a closed scheduler takes nothing more."""
+    state = new()
+    submit(state, 1)
+    submit(state, 2)
+    submit(state, 3)
+    assert step(state, Cancel(now=0.0, job_id=2, reason=Reason.SUPERSEDED)) == [Drop(2, Reason.SUPERSEDED)]
+    assert step(state, Cancel(now=0.0, job_id=1)) == [Stop(1, Reason.CANCELLED)]
+    assert step(state, Close(now=0.0, drain=True)) == []
+    assert submit(state, 4) == [Drop(4, Reason.SHUTDOWN)]
+    assert step(state, Close(now=0.0)) == [Drop(3, Reason.SHUTDOWN), Stop(1, Reason.SHUTDOWN)]
+    assert step(state, Finish(now=0.0, job_id=1)) == []
+
+
+def test_late_events_change_nothing_and_ids_are_unique() -> None:
+    """Events about a job that is gone are harmless; an id in use is a mistake."""
+    state = new()
+    late: list[Event] = [Finish(now=0.0, job_id=9), Cancel(now=0.0, job_id=9), Promote(now=0.0, job_id=9)]
+    for event in [*late, Defer(now=0.0, job_id=9, until=1.0)]:
+        assert step(state, event) == []
+    submit(state, 1)
+    with pytest.raises(ValueError, match="id 1 is in use"):
+        submit(state, 1)
+
+
+def test_promise_10_tenants_that_are_gone_are_forgotten() -> None:
+    """The memory of who was served is bounded."""
+    state = new()
+    for job_id in range(MAX_TENANTS + 10):
+        submit(state, job_id, tenant=f"t{job_id}")
+        step(state, Finish(now=0.0, job_id=job_id))
+    assert len(state.served) == MAX_TENANTS
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random histories of jobs, checked after every step against what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State(concurrency=3, max_pending=5, starvation_s=30.0, max_defer_s=60.0)
+        self.now = 0.0
+        self.jobs: dict[int, Job] = {}
+        self.where: dict[int, str] = {}
+        self.queued_at: dict[int, float] = {}
+        self.not_before: dict[int, float] = {}
+        self.promoted: list[int] = []
+        self.closed = False
+        self.wake: float | None = None
+
+    # -- the owner: carries out effects, and checks each of them -------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        waiting = {job_id for job_id, where in self.where.items() if where == "waiting"}
+        if isinstance(event, Submit):
+            waiting.add(event.job.id)
+        if isinstance(event, Defer):
+            waiting.add(event.job_id)
+        self.wake = None
+        for effect in step(self.state, event):
+            match effect:
+                case Start(job_id=job_id):
+                    assert self.where[job_id] == "waiting", "started twice, or after its end"
+                    self.check_choice(job_id, waiting)
+                    waiting.discard(job_id)
+                    self.where[job_id] = "running"
+                case Drop(job_id=job_id, reason=reason):
+                    assert self.where[job_id] == "waiting", "dropped twice, or while it runs"
+                    waiting.discard(job_id)
+                    self.where[job_id] = f"dropped {reason}"
+                case Stop(job_id=job_id):
+                    assert self.where[job_id] == "running"
+                case Wake(at=at):
+                    self.wake = at
+        if isinstance(event, Close) and not event.drain:
+            assert not self.state.queue
+
+    def check_choice(self, chosen: int, waiting: set[int]) -> None:
+        ready = [job_id for job_id in waiting if self.not_before[job_id] <= self.now]
+        assert chosen in ready
+        urgent = [job_id for job_id in self.promoted if job_id in ready]
+        if urgent:
+            assert chosen == urgent[0], "promoted first, in the order of promotion"
+            return
+        job = self.jobs[chosen]
+        running = [self.jobs[job_id] for job_id, where in self.where.items() if where == "running"]
+        running_of = {t: sum(other.tenant == t for other in running) for t in "abc"}
+        starved = {job_id for job_id in ready if self.now - self.queued_at[job_id] > 30.0}
+        children = {t: sum(other.child and other.tenant == t for other in running) for t in "abc"}
+        free = [i for i in ready if i in starved or not (self.jobs[i].child and children[self.jobs[i].tenant] >= 1)]
+        if free:
+            assert chosen in free, "sub-agents over their share come last"
+            ready = free
+        assert all(running_of[job.tenant] <= running_of[self.jobs[i].tenant] for i in ready), "fair between tenants"
+        own = [i for i in ready if self.jobs[i].tenant == job.tenant]
+        if starved & set(own):
+            assert self.queued_at[chosen] == min(self.queued_at[i] for i in own), "the oldest starved one"
+        else:
+            due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in own}
+            assert all(due[chosen] <= due[i] for i in own), "earliest due first"  # type: ignore[operator]
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        child=st.booleans(),
+        due=st.none() | st.floats(0, 500),
+        promoted=st.integers(0, 9).map(lambda n: n == 0),
+    )
+    def submit(self, tenant: str, child: bool, due: float | None, promoted: bool) -> None:
+        job_id = len(self.jobs) + 1
+        lane = Lane.PROMOTED if promoted else Lane.LOOKAHEAD
+        self.jobs[job_id] = Job(id=job_id, tenant=tenant, child=child, due=due, lane=lane)
+        self.where[job_id] = "waiting"
+        self.queued_at[job_id] = self.now
+        self.not_before[job_id] = -math.inf
+        if promoted:
+            self.promoted.append(job_id)
+        self.send(Submit(now=self.now, job=self.jobs[job_id]))
+        if self.closed:
+            assert self.where[job_id] == "dropped shutdown"
+
+    def some(self, data: st.DataObject, *where: str) -> int:
+        return data.draw(st.sampled_from(sorted(i for i, w in self.where.items() if w in where)))
+
+    def any_in(self, *where: str) -> bool:
+        return any(w in where for w in self.where.values())
+
+    @precondition(lambda self: self.any_in("running"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        job_id = self.some(data, "running")
+        self.where[job_id] = "finished"
+        self.send(Finish(now=self.now, job_id=job_id))
+
+    @precondition(lambda self: self.any_in("running"))
+    @rule(data=st.data(), seconds=st.floats(0, 90))
+    def defer(self, data: st.DataObject, seconds: float) -> None:
+        job_id = self.some(data, "running")
+        if job_id in self.promoted:  # the pool runs these
+            return
+        self.where[job_id] = "waiting"
+        self.not_before[job_id] = self.now + seconds
+        running_since = self.state.running[job_id].deferred_at
+        self.not_before[job_id] = min(self.now + seconds, (running_since or self.now) + 60.0)
+        self.send(Defer(now=self.now, job_id=job_id, until=self.now + seconds))
+
+    @precondition(lambda self: self.any_in("waiting", "running"))
+    @rule(data=st.data())
+    def promote(self, data: st.DataObject) -> None:
+        job_id = self.some(data, "waiting", "running")
+        if job_id not in self.promoted:
+            self.promoted.append(job_id)
+            self.not_before[job_id] = -math.inf
+        self.send(Promote(now=self.now, job_id=job_id))
+
+    @precondition(lambda self: self.any_in("waiting", "running"))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.send(Cancel(now=self.now, job_id=self.some(data, "waiting", "running")))
+
+    @rule(seconds=st.floats(0.1, 40))
+    def time_passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.wake is not None and self.wake <= until:
+            self.now = max(self.now, self.wake)
+            self.send(Tick(now=self.now))
+        self.now = until
+
+    @precondition(lambda self: len(self.jobs) > 10)
+    @rule(drain=st.booleans())
+    def close(self, drain: bool) -> None:
+        self.closed = True
+        self.send(Close(now=self.now, drain=drain))
+
+    # -- what always holds ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def bounded_and_complete(self) -> None:
+        """The bounds hold, and every job is exactly where the owner thinks it is: none lost, none twice."""
+        assert len(self.state.running) <= 3
+        assert len(self.state.queue) <= 5
+        assert sorted(self.state.queue) == sorted(i for i, w in self.where.items() if w == "waiting")
+        assert sorted(self.state.running) == sorted(i for i, w in self.where.items() if w == "running")
+
+    @invariant()
+    def nothing_idles(self) -> None:
+        """A free slot and a job that may start never go together, and a deferred one has its alarm set."""
+        if len(self.state.running) < 3 and self.state.queue:
+            assert self.wake is not None
+
+    def teardown(self) -> None:
+        """When running jobs finish, everything that waits comes to its end."""
+        for _ in range(1000):
+            running = [i for i, w in self.where.items() if w == "running"]
+            if running:
+                self.where[running[0]] = "finished"
+                self.send(Finish(now=self.now, job_id=running[0]))
+            elif self.wake is not None:
+                self.now = max(self.now, self.wake)
+                self.send(Tick(now=self.now))
+            else:
+                break
+        assert not self.any_in("waiting", "running")
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
