@@ -79,6 +79,15 @@ class Branch:
         """The view of the caller's list; what we could not read at its end is passed through."""
         return project(messages, self.edits)
 
+    @property
+    def readable(self) -> tuple[Edit, ...]:
+        """The edits that a transform reads. Removals are left out: nothing stands for what they dropped, so whatever
+        supersedes one has to read the raw messages."""
+        return _sorted([
+            replace(a, edits=(), extra=tuple(e for e in a.extra if not _is_stub(e))) if a.artifact.replacement.drops_only else a
+            for a in self.applied
+        ])  # fmt: skip
+
     def fits(self, policy: Policy) -> bool:
         """Does the view fit under the hard limit?"""
         return not policy.over(policy.hard_limit, self.tokens + policy.reserved_tokens, self.messages)
@@ -198,14 +207,32 @@ class Branch:
                 edit = Edit(start=i, end=i + 1, messages=(note,), tokens=self.history.count([note]))
                 self._set([replace(a, extra=(*a.extra, edit)) if a is owner else a for a in self.applied])
 
-    def _calibrate(self) -> None:
+    def inherit(self, other: Branch, base: int) -> None:
+        """Take over what another branch learned of the provider's counts (rewrite mode: its view is our base).
+        The reports on the first ``base`` messages are of larger views that are gone."""
+        self._offset, self._ratio = other._offset, other._ratio
+        self.history.reports_from = base
+
+    def recalibrate(self) -> None:
+        """Replacements of an earlier process came into the view: the last report was of the view with them, or of
+        the one without; by its size."""
         if self.history.reported is None:
-            self._offset, self._ratio = 0, 1.0
             return
         covered, used = self.history.reported
-        own = self.history.tokens[covered] + sum(
-            e.tokens - self.history.span(e.start, e.end) for e in self.edits if e.end <= covered
-        )
+        raw = self.history.tokens[covered]
+        if abs(used - self._own(covered)) < abs(used - raw):
+            self._calibrate()
+
+    def _own(self, covered: int) -> int:
+        """Our count of the view of the first ``covered`` messages."""
+        changed = sum(e.tokens - self.history.span(e.start, e.end) for e in self.edits if e.end <= covered)
+        return self.history.tokens[covered] + changed
+
+    def _calibrate(self) -> None:
+        if self.history.reported is None:
+            return  # what was learned before holds: it is about the tools and the tokenizer
+        covered, used = self.history.reported
+        own = self._own(covered)
         # More than we count is mostly what we cannot see (tool schemas); less is our erring high.
         self._offset = max(0, used - own)
         self._ratio = min(1.0, used / own) if own else 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,11 +192,17 @@ class OpenAIMessages:
         if isinstance(content, list):
             for k, part in enumerate(content):
                 kind = part.get("type") if isinstance(part, dict) else None
-                if kind not in _KNOWN:
+                if not isinstance(kind, str) or kind not in _KNOWN:
                     what = f"type {kind!r}" if isinstance(part, dict) else f"a {type(part).__name__}"
                     raise MessageError(
                         f"{where}.content[{k}]: unknown content part ({what}); expected a dict whose 'type' is "
                         f"one of {', '.join(sorted(_KNOWN))}"
+                    )
+                inner = part.get("content") if kind == "tool_result" else None
+                if inner is not None and not isinstance(inner, str | list):
+                    raise MessageError(
+                        f"{where}.content[{k}].content: expected a string, a list of parts or None, "
+                        f"got {type(inner).__name__}"
                     )
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
@@ -247,10 +254,10 @@ class OpenAIMessages:
         for key in _VISIBLE:
             value = message.get(key)
             if value is not None and value != []:
-                seen[key] = _canonical(value) if isinstance(value, list | dict) else value
+                seen[key] = _visible_field(key, value)
         for key in _THINKING_FIELDS:
             if message.get(key):
-                seen[key] = message[key]
+                seen[key] = _canonical(message[key])
         if seen.keys() == {"role", "content"} and type(content) is str:
             return f"{role}:{content}".encode("utf-8", "surrogatepass")
         return _encode(seen).encode("utf-8", "surrogatepass")
@@ -261,7 +268,7 @@ class OpenAIMessages:
 
     def same(self, messages: Sequence[Any], frozen: Sequence[Any]) -> bool:
         """Compared in C; identical leaves cost one pointer comparison each."""
-        return messages == frozen
+        return (messages if type(messages) is list else list(messages)) == frozen
 
     def estimate(self, message: Any) -> int:
         """Estimated tokens: one per CJK character, one per four others, a fixed cost per media part."""
@@ -304,7 +311,8 @@ class OpenAIMessages:
 
     def summary(self, text: str) -> Any:
         """One ``user`` message fenced by ``<conversation_summary>`` tags, delimiters in the text escaped."""
-        return {"role": "user", "content": f"<{SUMMARY_TAG}>\n{SUMMARY_NOTE}\n\n{_escape(text)}\n</{SUMMARY_TAG}>"}
+        inside = escape_tag(text, SUMMARY_TAG)
+        return {"role": "user", "content": f"<{SUMMARY_TAG}>\n{SUMMARY_NOTE}\n\n{inside}\n</{SUMMARY_TAG}>"}
 
     def summary_text(self, message: Any) -> str | None:
         """The escaped text between the fences of a message that :meth:`summary` made."""
@@ -381,28 +389,70 @@ def check_messages(codec: Codec, messages: Any) -> None:
         codec.check(message, i)
 
 
-def _escape(text: str) -> str:
-    """Keep a summary's text from closing its own fence (or opening another)."""
-    return text.replace(f"</{SUMMARY_TAG}", f"&lt;/{SUMMARY_TAG}").replace(f"<{SUMMARY_TAG}", f"&lt;{SUMMARY_TAG}")
+def escape_tag(text: str, tag: str) -> str:
+    """Keep a text from closing the fence ``<tag>`` that it stands in, or opening another; in any spelling that a
+    model might take for it."""
+    return re.sub(rf"<(?=\s*(?:/\s*)?{re.escape(tag)})", "&lt;", text, flags=re.IGNORECASE)
 
 
 def _structure(value: Any) -> Any:
-    if type(value) is dict:
+    if type(value) is str:
+        return value
+    if isinstance(value, dict):
         return {k: (v if type(v) is str else _structure(v)) for k, v in value.items()}
-    if type(value) is list:
+    if isinstance(value, list):
         return [_structure(v) for v in value]
-    return value
+    if isinstance(value, tuple):
+        return tuple(_structure(v) for v in value)
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _visible_field(key: str, value: Any) -> Any:
+    """One field as the model sees it: cache marks, stream indexes and ids of text parts are not for the model.
+
+    Only where they are bookkeeping: inside call arguments the same names are content.
+    """
+    if key == "content" and isinstance(value, list):
+        return [_visible_part(p) for p in value]
+    if key == "tool_calls" and isinstance(value, list):
+        return [
+            {k: _canonical(v) for k, v in c.items() if k not in ("cache_control", "index")}
+            if isinstance(c, dict)
+            else _canonical(c)
+            for c in value
+        ]
+    return _canonical(value)
+
+
+def _visible_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return _canonical(part)
+    hidden = ("cache_control", "id") if part.get("type") in _TEXT else ("cache_control",)
+    nested = part.get("type") == "tool_result"
+    return {
+        k: _visible_field(k, v) if nested and k == "content" else _canonical(v)
+        for k, v in part.items()
+        if k not in hidden
+    }
 
 
 def _canonical(value: Any) -> Any:
-    """Visible parts only: cache marks and ids of parts are not what the model reads."""
-    if isinstance(value, list):
+    """Long binary data by its hash. A text cannot pass for one: what starts like it is marked with ``=``."""
+    if isinstance(value, str):
+        if len(value) > 4096 and value.startswith("data:"):
+            return "blake2b:" + _hash(value.encode("utf-8", "surrogatepass"))
+        return "=" + value if value.startswith(("blake2b:", "=")) else value
+    if isinstance(value, list | tuple):
         return [_canonical(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _canonical(v) for k, v in value.items() if k not in ("cache_control", "index")}
-    if isinstance(value, str) and len(value) > 4096 and value.startswith("data:"):
-        return "blake2b:" + hashlib.blake2b(value.encode(), digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else f"{type(k).__name__}:{k}": _canonical(v) for k, v in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "blake2b:bytes:" + _hash(bytes(value))
     return value
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _arguments(value: Any) -> str:
@@ -459,8 +509,9 @@ def _content_tokens(content: Any) -> int:
         elif kind == "tool_result":
             total += _content_tokens(part.get("content"))
         elif kind in _TEXT or kind in _THINKING:
-            text = part.get("text") or part.get("thinking") or part.get("reasoning") or part.get("data")
-            total += count_text(text if isinstance(text, str) else str(part.get("refusal", "")))
+            for key in ("text", "thinking", "reasoning", "summary", "data", "refusal", "citations"):
+                if value := part.get(key):
+                    total += count_text(value if isinstance(value, str) else json.dumps(value, default=_opaque))
         else:
             total += count_text(json.dumps(part, default=_opaque))
     return total

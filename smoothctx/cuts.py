@@ -97,11 +97,18 @@ def plan(
 
 def source_tokens(history: History, edits: Sequence[Edit], run: Run) -> int:
     """Tokens that the view spends on the run now, without what is kept of it."""
-    total = history.span(run.start, run.end) - sum(history.span(i, i + 1) for i in run.kept)
+    covered = {i for e in edits for i in range(e.start, e.end)}
+    total = history.span(run.start, run.end) - sum(history.span(i, i + 1) for i in run.kept - covered)
     for edit in edits:
         if run.start <= edit.start and edit.end <= run.end:
             total += edit.tokens - history.span(edit.start, edit.end)
     return total
+
+
+def fresh(edits: Sequence[Edit], run: Run) -> int:
+    """Messages of the run that no edit has rewritten yet and that need not stay."""
+    done = sum(e.end - e.start for e in edits if run.start <= e.start and e.end <= run.end)
+    return run.end - run.start - done - len(run.kept)
 
 
 def _segments_between(history: History, start: int, end: int) -> list[Segment]:

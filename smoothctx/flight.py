@@ -87,6 +87,8 @@ class Flight:
     started_at: float | None = None
     ended_at: float | None = None
     ended: bool = False
+    reason: Reason | None = None
+    error: Exception | None = None
     from_store: bool = False
     accounted: bool = False
 
@@ -136,10 +138,12 @@ class Flight:
         else:
             edits = align(plan.units, plan.kept, rewrite.messages, plan.count)
         tokens = sum(e.tokens for e in edits)
-        before = sum(u.edit.tokens if u.edit else plan.count(u.messages) for u in _replaced(plan.units, edits))
-        if not plan.opening and (not edits or before - tokens < plan.min_savings * plan.view_tokens):
+        replaced = {i for e in edits for i in range(e.start, e.end)} | plan.kept
+        passed = sum(plan.count(u.messages) for u in plan.units if u.edit is None and u.start not in replaced)
+        saved = plan.source_tokens - tokens - passed
+        if not plan.opening and (not edits or saved < plan.min_savings * plan.view_tokens):
             raise NotSmaller(
-                f"{plan.transform.name} saves {before - tokens} of {plan.view_tokens} tokens; "
+                f"{plan.transform.name} saves {saved} of {plan.view_tokens} tokens; "
                 f"min_savings asks for {plan.min_savings:.0%}"
             )
         return Artifact(
@@ -171,11 +175,6 @@ class Flight:
         except Exception:  # corrupt or unreachable: do the work
             return None
         return None
-
-
-def _replaced(units: Sequence[Unit], edits: Sequence[Edit]) -> list[Unit]:
-    changed = [u for u in units if any(e.start <= u.start and u.end <= e.end and e is not u.edit for e in edits)]
-    return changed
 
 
 def _matches(artifact: Artifact, plan: Plan) -> bool:

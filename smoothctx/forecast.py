@@ -72,10 +72,26 @@ class Forecast:
         net = rate * self.idle.value - self.growth.value  # tokens gained on the session per turn
         return net <= 0 or remaining / net > max(0.0, turns - 1)
 
-    def late(self, tokens: int, limit: int | None) -> bool:
-        """Would a lookahead that starts now need more than the idle time left before the limit?"""
+    def late(self, tokens: int, limit: int | None, work: float | None) -> bool:
+        """Would a lookahead of ``work`` seconds that starts now end after the limit?
+
+        ``work`` is only a first guess, where the session has seen no lookahead of its own yet. Those it has seen
+        took their time beside its turns, so they are held against whole turns; a guess is held against idle time.
+        """
         turns = self.turns_left(tokens, limit)
-        if turns is None or self.work.value is None or self.idle.value is None:
+        if turns is None:
             return False
         # The last turn before the limit cannot be used up: the commit happens at its start.
-        return self.work.value > max(0.0, turns - 1) * self.idle.value
+        turns = max(0.0, turns - 1)
+        if self.work.value is not None and self.turn.value is not None:
+            return self.work.value > turns * self.turn.value
+        if work is not None and self.idle.value is not None:
+            return work > turns * self.idle.value
+        return False
+
+    def growth_during(self, work: float | None) -> int:
+        """Tokens that the session is expected to add while a lookahead runs."""
+        seconds = self.work.value if self.work.value is not None else work
+        if seconds is None or not self.turn.value or not self.growth.value:
+            return 0
+        return int(self.growth.value * seconds / self.turn.value)

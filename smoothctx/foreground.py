@@ -54,12 +54,14 @@ class Foreground:
 
     def _wake(self) -> None:
         for loop, callback in self._waiters:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(callback)
+            except RuntimeError:
+                pass  # its loop was closed: nobody waits there any more
 
     def _live(self) -> list[_Open]:
         limit = self._clock() - self._lease_s
-        for who in [w for w, o in self._open.items() if o.since < limit]:
+        for who in [w for w, o in self._open.items() if o.since <= limit]:
             del self._open[who]
         return list(self._open.values())
 
@@ -88,20 +90,26 @@ class Foreground:
             self._drop(waiter)
 
     async def unless(self, stop: Callable[[], bool], call: Callable[[], Awaitable[T]]) -> T | None:
-        """``await call()``, or ``None`` when ``stop()`` became true first: the call is then cancelled."""
+        """``await call()``, or ``None`` when ``stop()`` became true first: the call is then cancelled.
+
+        It is not even begun where ``stop()`` is true already. ``stop`` is asked again whenever the foreground changes.
+        """
         with anyio.CancelScope() as scope:
+            ended = False
 
             def check() -> None:
-                if stop():
+                if not ended and stop():
                     scope.cancel()
 
             waiter = (asyncio.get_running_loop(), check)
             with self._lock:
                 self._waiters.append(waiter)
             try:
-                check()
+                if stop():
+                    return None
                 return await call()
             finally:
+                ended = True
                 self._drop(waiter)
         return None
 
@@ -111,8 +119,17 @@ class Foreground:
 
     async def wait_until(self, allowed: Callable[[], bool]) -> None:
         """Return once ``allowed()`` holds; it is asked again whenever the foreground changes."""
-        while not allowed():
-            await self.changed(self._lease_s)
+        event = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), event.set)
+        with self._lock:
+            self._waiters.append(waiter)  # before the first look: no change from another thread is missed
+        try:
+            while not allowed():
+                with anyio.move_on_after(self._lease_s):
+                    await event.wait()
+                event.clear()
+        finally:
+            self._drop(waiter)
 
     async def wait_idle(self) -> None:
         """Return once no turn is in flight or due."""

@@ -37,7 +37,8 @@ class History:
     """The readable part of one branch. Owns digests, counts and segments; never the messages themselves."""
 
     __slots__ = (
-        "_count", "_frozen", "chain", "codec", "last_assistant", "last_user", "pinned", "reported", "segmenter", "tokens"
+        "_count", "_frozen", "chain", "codec", "last_assistant", "last_user", "pinned", "reported", "reports_from",
+        "segmenter", "tokens",
     )  # fmt: skip
 
     def __init__(self, codec: Codec, token_counter: Callable[[list[Any]], int] | None = None) -> None:
@@ -54,6 +55,8 @@ class History:
         self.pinned: list[int] = []
         #: the last provider-reported context size: (messages it covers, tokens)
         self.reported: tuple[int, int] | None = None
+        #: reports of earlier messages are of another view than the one that is held now
+        self.reports_from = 0
 
     def __len__(self) -> int:
         return len(self._frozen)
@@ -123,7 +126,8 @@ class History:
                 codec.check(message, i)
             except MessageError as error:
                 return error
-            if codec.in_progress(message):
+            # What still streams ends the readable part; one that the agent has answered behind is only marked so.
+            if codec.in_progress(message) and not any(_is_reply(codec, m) for m in messages[i + 1 :]):
                 return None
             counted = self.count([message])
             digest = link(self.chain[i], codec, message)
@@ -137,11 +141,19 @@ class History:
             elif role == "assistant":
                 self.last_assistant = i
                 used = None if self._count is not None else codec.reported(message)
-                if used is not None:
+                if used is not None and i >= self.reports_from:
                     self.reported = (i + 1, used)
             if PIN_OPEN in codec.text(message):
                 self.pinned.append(i)
         return None
+
+
+def _is_reply(codec: Codec, message: Any) -> bool:
+    try:
+        codec.check(message, 0)
+    except MessageError:
+        return False
+    return codec.role(message) == "assistant"
 
 
 def _last(roles: Sequence[str], role: str) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from .cuts import Run, kept_inside, safe_end, source_tokens
+from .digest import chain
 from .errors import ConfigurationError, StoreError
 from .flight import Flight, Plan, dump_artifact, load_artifact
 from .handle import LookaheadHandle
@@ -21,7 +22,7 @@ from .states import HandleState
 from .transforms import named_transforms
 from .transforms.base import Transform, TransformRequest, fingerprint
 from .transforms.isolate import Isolate
-from .transforms.offload import offload_message
+from .transforms.offload import Offload, offload_message, retrieve
 from .transforms.validators import default_validators
 from .view import Artifact, Edit, Replacement, project, units
 
@@ -50,7 +51,8 @@ class Launcher:
         self._latest: list[Any] = []
         self._index: list[str] = []
         self._rewarming = False
-        self._archived: tuple[int, str] | None = None  # messages of the base's head, and the store key of their raw form
+        #: rewrite mode: how many messages the rewritten head has, its digest, and the store key of its raw form
+        self.archived: tuple[int, bytes, str] | None = None
         self._last_raw: list[Any] = []
         self._private = f"private-{id(self):x}-{runtime.now()}"
 
@@ -130,6 +132,7 @@ class Launcher:
             done = Flight(plan=plan, tenant=session.tenant, store=None, executor=runtime.executor, clock=runtime.now)
             done.artifact, done.ended, done.from_store = held, True, True
             handle = LookaheadHandle(session, transform, run, done, explicit=explicit)
+            runtime.started(handle)
             handle.move(HandleState.READY)
             return handle
         if flight is None:
@@ -143,7 +146,8 @@ class Launcher:
                 raw=self._raw_loader(transform, run),
             )
             if not opening and self._preloads(preload_kv):
-                flight.preload = lambda artifact: self._preload(flight, artifact)
+                flight.preload = lambda artifact, own=flight: self._preload(own, artifact)
+            flight = runtime.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._latest = list(messages)
         runtime.join(flight, handle, due=due)
@@ -154,7 +158,7 @@ class Launcher:
         branch, policy, codec = session.branch, session.policy, session.codec
         history = branch.history
         source = getattr(transform, "source", "view")
-        edits = branch.edits if source == "view" else ()
+        edits = branch.readable if source == "view" else ()
         pieces = units(messages, edits, run.start, run.end)
         shown = [m for u in pieces if not (u.edit is None and u.start in run.kept) for m in u.messages]
         earlier = next((t for t in map(codec.summary_text, shown) if t is not None), None)
@@ -181,7 +185,7 @@ class Launcher:
             key=key,
             transform=transform,
             request=request,
-            units=tuple(units(messages, branch.edits, run.start, run.end)) if source == "view" else tuple(pieces),
+            units=tuple(pieces),
             kept=run.kept,
             start=run.start,
             end=run.end,
@@ -211,7 +215,15 @@ class Launcher:
         """One oversized tool result as a local offload; its content goes to the store in the background."""
         session = self._session
         limit = session.policy.max_message_tokens or 0
-        made = offload_message(message, session.codec, max_tokens=limit, preview_tokens=min(PREVIEW_TOKENS, limit // 2))
+        own = self.offload()
+        made = offload_message(
+            message,
+            session.codec,
+            max_tokens=limit,
+            preview_tokens=min(PREVIEW_TOKENS, limit // 2),
+            redact=own.redact if own is not None else None,
+            pins=session.pins,
+        )
         if made is None:
             return None
         stub, content_id, content = made
@@ -220,6 +232,21 @@ class Launcher:
         edit = Edit(start=index, end=index + 1, messages=(stub,), tokens=history.count([stub]))
         self._runtime.events.emit("message.offloaded", session=session.id, tenant=session.tenant, index=index, id=content_id, bytes=len(content))  # fmt: skip
         return self._local("offload", index, index + 1, (edit,), history.chain[index], history.chain[index + 1])
+
+    def offload(self) -> Offload | None:
+        """The policy's own ``Offload``, alone or in a chain."""
+        transform = self._session.policy.transform
+        members = getattr(transform, "transforms", (transform,))
+        return next((m for m in members if isinstance(m, Offload)), None)
+
+    async def retrieve(self, id: str, offset: int, limit: int) -> str:
+        """A page of what was offloaded: from the ``Offload``'s own store if it has one, else from the runtime's."""
+        own, tenant = self.offload(), self._session.tenant
+        if own is not None and own.store is not None:
+            found = await own.retrieve(id, offset, limit, tenant=tenant)
+            if not found.startswith("error: no offloaded content"):
+                return found
+        return await retrieve(self._runtime.store, id, offset, limit, tenant=tenant)
 
     def _local(
         self, name: str, start: int, end: int, edits: tuple[Edit, ...], start_digest: bytes, end_digest: bytes
@@ -251,26 +278,44 @@ class Launcher:
         raw = self._last_raw[lead:last]
         key = f"raw/{session.id}/{branch.history.chain[last].hex()}"
         # Earlier archives chain: the new one names the one before it.
-        record = json.dumps({"before": self._archived[1] if self._archived else None, "skip": (self._archived[0] - lead) if self._archived else 0})  # fmt: skip
+        earlier = self._archive_of_this_branch()
+        record = json.dumps({"before": earlier[1] if earlier else None, "skip": earlier[0] - lead if earlier else 0})
         self._runtime.write(session.tenant, key, record.encode() + b"\n" + session.codec.dump(raw))
-        self._archived = (len(head), key)
+        self.archived = (len(head), chain(session.codec, head)[-1], key)
         self._last_raw = []
+
+    def _archive_of_this_branch(self) -> tuple[int, str] | None:
+        """Length and store key of the archived head, if the history still begins with it."""
+        if self.archived is None:
+            return None
+        length, digest, key = self.archived
+        digests = self._session.branch.history.chain
+        return (length, key) if length < len(digests) and digests[length] == digest else None
 
     def _raw_loader(self, transform: Transform, run: Run) -> Any:
         """For ``source="raw"`` behind an archived base: reads the raw messages back, or says that they are gone."""
-        archived = self._archived
-        if archived is None or getattr(transform, "source", "view") != "raw" or run.end < archived[0]:
-            return None
         session, runtime = self._session, self._runtime
-        lead = session.branch.history.segmenter.lead
+        archived = self._archive_of_this_branch()
+        if archived is None or getattr(transform, "source", "view") != "raw":
+            return None
+        length, key = archived
+        if run.start != session.branch.history.segmenter.lead or run.end < length:
+            return None  # it takes the rewritten head whole or not at all
+        behind = length - run.start
+        kept = sum(run.start <= i < length for i in run.kept)  # not in `request.messages`, but in `request.shown`
 
         async def load(request: TransformRequest) -> TransformRequest:
-            raw = await self._read_archive(archived[1])
+            raw = await self._read_archive(key)
             if raw is None:
                 runtime.events.emit("source.degraded", session=session.id, tenant=session.tenant, why="the raw messages are not in the store any more")  # fmt: skip
                 return request
-            skip = archived[0] - lead
-            return replace(request, messages=[*raw, *list(request.messages)[skip:]], earlier_summary=None)
+            shown = request.shown if request.shown is not None else request.messages
+            return replace(
+                request,
+                messages=[*raw, *request.messages[behind - kept :]],
+                shown=[*raw, *shown[behind:]],
+                earlier_summary=None,
+            )
 
         return load
 
@@ -371,6 +416,13 @@ class Launcher:
     def foreground_end(self, who: object) -> None:
         """The turn or call is over."""
         self._foreground.end(who)
+
+    def work_s(self, output_tokens: int, prompt_tokens: int) -> float | None:
+        """Seconds to write a result and to preload its view, at the rates that the engine has shown."""
+        rates = getattr(self._session.engine, "rates", None)
+        if rates is None or not rates.prefill or not rates.decode or not self._preloads(None):
+            return None
+        return float(output_tokens / rates.decode + prompt_tokens / rates.prefill)
 
     def _preloads(self, preload_kv: bool | None) -> bool:
         wish = self._session.policy.preload_kv if preload_kv is None else preload_kv

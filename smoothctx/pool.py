@@ -1,9 +1,8 @@
 """The task pool: carries out what the scheduler decides, in tasks of its own.
 
 One owner task holds a task group; a worker in it looks after each job that runs. Code that is not ours (the work
-itself, admission) runs in a task of its own beside the group, since it may refuse to be cancelled: then it is
-left behind, with a report, instead of holding everything up. It keeps its slot until it ends, so what is left
-behind is bounded too.
+itself, admission) runs beside the group, where it can be left behind (see :mod:`smoothctx.foreign`). A run that was
+left behind keeps its slot until it ends, so these are bounded too.
 
 Every work gets exactly one :class:`Outcome`, whatever happens: to the work, to the pool, or to the loop.
 """
@@ -19,10 +18,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, final
-
-import anyio
 
 from . import scheduler
 from .breaker import Breakers
@@ -200,13 +198,16 @@ class TaskPool:
     async def _main(self) -> None:
         """The owner: starts workers, in its own context, until the pool is closed and empty."""
         try:
-            async with anyio.create_task_group() as group:
+            # asyncio's own group: a child that somebody else cancels is that child's business only, and one that is
+            # cancelled before its first step leaves no coroutine behind that was never awaited
+            async with asyncio.TaskGroup() as group:
                 while not self._state.closed or self._state.queue or self._live:
                     await self._wake.wait()
                     self._wake.clear()
                     while self._starting:
                         entry = self._starting.popleft()
-                        group.start_soon(self._look_after, entry, name=f"smoothctx-worker:{entry.work.name}")
+                        worker = group.create_task(self._serve(entry), name=f"smoothctx-worker:{entry.work.name}")
+                        worker.add_done_callback(partial(self._served, entry))
         finally:
             self._finish()
 
@@ -228,9 +229,7 @@ class TaskPool:
         for entry in list(self._entries.values()):
             self._settle(entry, Outcome(reason=Reason.SHUTDOWN))
         self._starting.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._live.clear()  # those that were given a slot too late
 
     # -- what callers do; from any thread ----------------------------------------------------------------------
 
@@ -390,23 +389,25 @@ class TaskPool:
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    async def _look_after(self, entry: Entry) -> None:
-        """Look after one job, from its start to its outcome (or back to the queue)."""
-        ending: Outcome | float = Outcome(reason=Reason.SHUTDOWN)  # what stands if we are cancelled
+    async def _serve(self, entry: Entry) -> Outcome | float:
+        """One job, from its start to its outcome (or the seconds for which admission put it off)."""
         try:
-            ending = await self._worker.serve(entry)
+            return await self._worker.serve(entry)
         except Exception as error:  # a mistake of ours; the work must not be lost for it
             self._report(error, f"worker of {entry.work.name}")
-            ending = Outcome(reason=Reason.FAILED, error=error)
-        finally:
-            self._live.discard(entry)
-            if isinstance(ending, Outcome):
-                self._free(entry)
-                self._settle(entry, ending)
-            else:
-                now = self._now()
-                self._step(Defer(now=now, job_id=entry.id, until=now + ending))
-            self._wake.set()
+            return Outcome(reason=Reason.FAILED, error=error)
+
+    def _served(self, entry: Entry, worker: asyncio.Task[Outcome | float]) -> None:
+        """A worker is gone; also when it was cancelled before its first step."""
+        self._live.discard(entry)
+        ending = Outcome(reason=entry.stop or Reason.SHUTDOWN) if worker.cancelled() else worker.result()
+        if isinstance(ending, Outcome):
+            self._free(entry)
+            self._settle(entry, ending)
+        else:
+            now = self._now()
+            self._step(Defer(now=now, job_id=entry.id, until=now + ending))
+        self._wake.set()
 
     def _free(self, entry: Entry) -> None:
         """Its slot is free, unless its run was left behind and still needs it."""

@@ -29,6 +29,8 @@ from .usage import Counters, Usage
 
 #: background writes waiting for the store; more are dropped, oldest first, with an event
 MAX_WRITES = 1024
+#: seconds that ``aclose`` gives the store for what is still to be written
+LAST_WRITES = 5.0
 
 
 @final
@@ -130,8 +132,8 @@ class Runtime:
         await self._pool.aclose(drain=drain)
         self._close_sessions()
         self._open = False
-        for tenant, key, value in list(self._writes):
-            await self._write_one(tenant, key, value)
+        with anyio.move_on_after(LAST_WRITES):
+            await self._write_all()
         self._writes.clear()
         try:
             await self.store.aclose()
@@ -191,14 +193,14 @@ class Runtime:
                 raise ClosedError("the Runtime is not open: use 'async with Runtime() as runtime' or Runtime.in_thread()")
             key = (tenant, session_id)
             found = self._sessions.get(key)
-            if found is not None:
+            if found is not None and not found.closed:
                 if found.policy is not policy and found.policy != policy:
                     raise ConfigurationError(
                         f"session {session_id!r} is open with another policy: close it first, or use another id"
                     )
                 self._sessions.move_to_end(key)
                 return found
-            self._make_room()
+            crowded_out = self._make_room()
             session = Session(
                 self,
                 session_id,
@@ -210,7 +212,9 @@ class Runtime:
                 request=request,
             )
             self._sessions[key] = session
-            return session
+        for old, reason in crowded_out:  # outside the lock: a session takes ours under its own
+            old.close_now(reason)
+        return session
 
     def wrap(
         self, fn: Callable[..., Awaitable[Any]], *, policy: Policy, **options: Any
@@ -236,14 +240,16 @@ class Runtime:
 
         return call
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> list[tuple[Session, Reason]]:
+        gone: list[tuple[Session, Reason]] = []
         oldest = self.now() - self._session_ttl
         while self._sessions:
             key, session = next(iter(self._sessions.items()))
             if len(self._sessions) < self._max_sessions and session.used_at >= oldest:
-                return
+                break
             del self._sessions[key]
-            session.close_now(Reason.EXPIRED if session.used_at < oldest else Reason.EVICTED)
+            gone.append((session, Reason.EXPIRED if session.used_at < oldest else Reason.EVICTED))
+        return gone
 
     def forget(self, session: Session) -> None:
         """A session was closed."""
@@ -270,14 +276,20 @@ class Runtime:
             found = self._flights.get((tenant, key))
             return found if found is not None and not found.ended else None
 
+    def claim(self, flight: Flight) -> Flight:
+        """Register a new flight, unless another thread was faster: then that one."""
+        with self._lock:
+            return self.flight(flight.tenant, flight.plan.key) or self._flights.setdefault(
+                (flight.tenant, flight.plan.key), flight
+            )
+
     def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None) -> None:
         """Add a handle to a flight, and put the flight into the queue if it is new."""
         session = handle.session
-        new = flight.work is None
         with self._lock:
+            new, over = flight.work is None, flight.ended
             flight.handles.append(handle)
             if new:
-                self._flights[(flight.tenant, flight.plan.key)] = flight
                 flight.work = Work(
                     key=flight.plan.key,
                     tenant=flight.tenant,
@@ -291,12 +303,30 @@ class Runtime:
                     on_done=lambda outcome: self._ended(flight, outcome),
                     breaker_key=f"{flight.tenant}:{flight.plan.transform.fingerprint or id(flight.plan.transform)}",
                 )
-        self.counters.started += 1
-        self.events.emit("lookahead.started", session=session.id, tenant=session.tenant, handle=handle.id, transform=flight.plan.transform.name, start=flight.plan.start, end=flight.plan.end, tokens=flight.plan.source_tokens)  # fmt: skip
+        self.started(handle)
         if new and flight.work is not None:
             self._pool.submit(flight.work)
-        elif flight.started_at is not None:
+            return
+        if flight.started_at is not None:
             handle.move(HandleState.RUNNING)
+        if over:  # it ended on the loop while we joined
+            session.ended(handle, flight.reason, flight.error)
+
+    def started(self, handle: LookaheadHandle) -> None:
+        """Count a new handle and say so."""
+        plan, session = handle.flight.plan, handle.session
+        self.count("started")
+        self.events.emit("lookahead.started", session=session.id, tenant=session.tenant, handle=handle.id, transform=plan.transform.name, start=plan.start, end=plan.end, tokens=plan.source_tokens)  # fmt: skip
+
+    def count(self, name: str) -> None:
+        """Add one to a counter; callers may be on any thread."""
+        with self._lock:
+            setattr(self.counters, name, getattr(self.counters, name) + 1)
+
+    def count_stale(self, reason: Reason) -> None:
+        """Count a discarded lookahead by its reason."""
+        with self._lock:
+            self.counters.stale[str(reason)] = self.counters.stale.get(str(reason), 0) + 1
 
     def leave(self, flight: Flight, handle: LookaheadHandle, reason: Reason) -> None:
         """A handle does not need its flight any more; the last one to leave cancels it."""
@@ -304,7 +334,9 @@ class Runtime:
             if handle in flight.handles:
                 flight.handles.remove(handle)
             last = not flight.handles and not flight.ended
-        self.counters.stale[str(reason)] = self.counters.stale.get(str(reason), 0) + 1
+            if last:
+                self._unlist(flight)  # whoever asks for this key from now on gets a flight that is not cancelled
+        self.count_stale(reason)
         if last and flight.work is not None:
             self._pool.cancel(flight.work, reason)
         if flight.ended and not flight.handles:
@@ -330,25 +362,28 @@ class Runtime:
             self.events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
 
     def _ended(self, flight: Flight, outcome: Outcome) -> None:
-        flight.ended = True
-        flight.ended_at = self.now()
-        with self._lock:
-            if self._flights.get((flight.tenant, flight.plan.key)) is flight:
-                del self._flights[(flight.tenant, flight.plan.key)]
-            handles = list(flight.handles)
-        if flight.usage.calls:
-            self.counters.usage = self.counters.usage + flight.usage
-            self.events.emit("usage", tenant=flight.tenant, session=flight.plan.request.session_id, transform=flight.plan.transform.name, usage=flight.usage)  # fmt: skip
         error = outcome.error if isinstance(outcome.error, Exception) else None
         reason = outcome.reason
         if error is not None and reason is Reason.FAILED:
             reason = reason_of(error)
         if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED):
             reason, error = None, None  # only the preload went wrong: a cold commit is slower, never wrong
+        flight.ended_at = self.now()
+        with self._lock:
+            flight.ended, flight.reason, flight.error = True, reason, error
+            self._unlist(flight)
+            handles = list(flight.handles)
+            self.counters.usage = self.counters.usage + flight.usage
+        if flight.usage.calls:
+            self.events.emit("usage", tenant=flight.tenant, session=flight.plan.request.session_id, transform=flight.plan.transform.name, usage=flight.usage)  # fmt: skip
         for handle in handles:
             handle.session.ended(handle, reason, error)
         if not handles:
             self.wasted(flight, reason or Reason.CANCELLED)
+
+    def _unlist(self, flight: Flight) -> None:
+        if self._flights.get((flight.tenant, flight.plan.key)) is flight:
+            del self._flights[(flight.tenant, flight.plan.key)]
 
     # -- small background work -------------------------------------------------------------------------------------
 
@@ -400,7 +435,11 @@ class Runtime:
 
     async def _write_all(self) -> None:
         while self._writes:
-            await self._write_one(*self._writes.popleft())
+            entry = self._writes[0]  # it stays in line until it is written: `aclose` may cancel us and write the rest
+            await self._write_one(*entry)
+            with self._lock:
+                if self._writes and self._writes[0] is entry:
+                    self._writes.popleft()
 
     async def _write_one(self, tenant: str, key: str, value: bytes) -> None:
         try:

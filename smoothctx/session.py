@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from .branch import Branch
 from .codec import Codec, check_messages
-from .cuts import Run, plan, source_tokens
+from .cuts import Run, fresh, plan, source_tokens
 from .errors import ClosedError, ConfigurationError, HandleNotReady, MessageError, StaleHandle
 from .flight import Flight
 from .forecast import Forecast
@@ -28,6 +28,7 @@ from .receipts import Receipt
 from .states import FINAL, WORKING, HandleState, Reason
 from .transforms.base import Size, Transform
 from .transforms.isolate import Isolate
+from .transforms.offload import PAGE
 from .usage import Usage
 from .view import Artifact, Replacement
 
@@ -102,6 +103,7 @@ class Session:
         self._forecast = Forecast()
         self._live: LookaheadHandle | None = None
         self._explicit: list[LookaheadHandle] = []
+        self._finishing: list[LookaheadHandle] = []  # of dead branches, under `Finish`
         self._artifacts: OrderedDict[str, Artifact] = OrderedDict()
         self._committed: set[str] = set()
         #: texts that every summary carries word for word
@@ -109,6 +111,7 @@ class Session:
         #: names of tasks that every summary lists word for word
         self.tasks: tuple[str, ...] = ()
         self._barren: tuple[str | None, int] | None = None
+        self._outgrown = False  # the last result was dropped because the tail had outgrown it
         self._said: str = ""
         self._base: list[Any] | None = None  # the last rewritten view, to recognise it as the caller's new list
         self._first_commit = True
@@ -231,6 +234,14 @@ class Session:
         with self._lock:
             self.tasks = tuple(names)
 
+    async def retrieve(self, id: str, offset: int = 0, limit: int = PAGE) -> str:
+        """The ``retrieve`` tool of this session: a page of offloaded content, by characters.
+
+        Its schema is ``Offload.tool_schema``: declare it from the first turn on. Errors come back as text, for the
+        model; only what this session's tenant offloaded can be read.
+        """
+        return await self._launcher.retrieve(id, offset, limit)
+
     # -- the engine ------------------------------------------------------------------------------------------
 
     def request_options(self) -> dict[str, Any]:
@@ -260,10 +271,13 @@ class Session:
             engine=self.engine,
             request=self.request,
         )
-        with self._lock, other._lock:
-            other._artifacts.update(self._artifacts)
-            other._committed |= self._committed
-            other.pins = (*self.pins, *(p for p in other.pins if p not in self.pins))
+        with self._lock:  # one lock at a time: two sessions may fork into each other
+            artifacts, committed, pins = dict(self._artifacts), set(self._committed), self.pins
+        with other._lock:
+            other._artifacts.update(artifacts)
+            other._committed |= committed
+            other.pins = (*pins, *(p for p in other.pins if p not in pins))
+            other._launcher.archived = self._launcher.archived
         return other
 
     def branches(self) -> list[BranchInfo]:
@@ -293,9 +307,9 @@ class Session:
             if self.closed:
                 return
             self.closed = True
-            for handle in self._handles():
+            for handle in [*self._handles(), *self._finishing]:
                 self._drop(handle, reason)
-            self._live, self._explicit = None, []
+            self._live, self._explicit, self._finishing = None, [], []
             self._launcher.foreground_end(self._token)
             self._launcher.close()
             self._artifacts.clear()
@@ -374,6 +388,8 @@ class Session:
                 self._emit("lookahead.ready", handle=handle.id, transform=handle.transform.name, tokens=flight.artifact.tokens, warm=flight.artifact.warm)  # fmt: skip
                 if flight.started_at is not None:
                     self._forecast.work.add(flight.busy_s)
+                if handle in self._finishing:
+                    self._drop(handle, Reason.BRANCH_DIVERGED)  # its artifact is held in case the branch comes back
                 return
             reason = reason or Reason.FAILED
             if reason is Reason.NOT_SMALLER:
@@ -381,9 +397,10 @@ class Session:
             failed = reason in (Reason.FAILED, Reason.TIMEOUT, Reason.INVALID_OUTPUT)
             moved = handle.move(HandleState.FAILED if failed else HandleState.DISCARDED, reason, error)
             if moved and failed:
-                self._runtime.counters.failed += 1
+                self._runtime.count("failed")
                 self._emit("lookahead.failed", handle=handle.id, reason=str(reason), error=f"{type(error).__name__}: {error}")  # fmt: skip
             elif moved:
+                self._runtime.count_stale(reason)
                 self._emit("lookahead.discarded", handle=handle.id, reason=str(reason), error=str(error or ""))
             self._runtime.wasted(flight, reason)
             self._forget_handle(handle)
@@ -418,15 +435,20 @@ class Session:
             return self._as_it_was(messages)
 
     def _decide(self, messages: Sequence[Any], waited: float | None) -> list[Any] | LookaheadHandle:
-        policy, branch = self.policy, self.branch
+        policy = self.policy
         if waited is None:
             now = self.used_at = self._runtime.now()
-            self._first_commit = False
+            first, self._first_commit = self._first_commit, False
             self._launcher.foreground_begin(self._token)
             change = self._sync(messages)
+            branch = self.branch
+            if first and self._artifacts:  # of an earlier process, or of the session that this one forked from
+                self._salvage(messages, branch.tokens)
+                branch.recalibrate()
             self._forecast.boundary(now, branch.history.tokens[-1])
             if policy.max_message_tokens is not None:
                 self._offload_entries(messages, change)
+        branch = self.branch
         self._commit_ready(messages, at_limit=False)
         if branch.fits(policy):
             if waited is None:
@@ -453,10 +475,10 @@ class Session:
         return self.policy.max_wait
 
     def _sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> Change:
-        branch = self.branch
-        applied_before = branch.applied
-        if not tail_only and self._base is not None and not branch.history.unchanged(messages):
+        if not tail_only and self._base is not None and not self.branch.history.unchanged(messages):
             self._rebase(messages)
+        branch = self.branch  # after a rebase it is another one
+        applied_before = branch.applied
         change, lost = branch.sync(messages, tail_only=tail_only)
         if change.error is not None:
             self._say("message.unreadable", str(change.error), error=str(change.error))
@@ -477,6 +499,7 @@ class Session:
                 self._drop(handle, Reason.BRANCH_DIVERGED)
             else:
                 self._forget_handle(handle)  # it finishes into the store
+                self._finishing.append(handle)
         for applied in lost:
             self._emit("view.dropped", key=applied.artifact.key, reason=str(Reason.DIGEST_MISMATCH))
             if isinstance(policy.discard, Immediate):
@@ -498,7 +521,7 @@ class Session:
             ):
                 continue
             branch.apply(artifact, messages)
-            self._runtime.counters.salvaged += 1
+            self._runtime.count("salvaged")
             self._emit("view.salvaged", key=artifact.key, start=r.start, end=r.end)
             self._receipt(artifact, "salvaged", before, 0.0, None)
 
@@ -511,7 +534,8 @@ class Session:
             return
         self._launcher.archive()
         self._base = None
-        self.branch = Branch(self.codec, self.policy.token_counter)
+        old, self.branch = self.branch, Branch(self.codec, self.policy.token_counter)
+        self.branch.inherit(old, len(base))
         for handle in self._handles():
             self._drop(handle, Reason.SUPERSEDED)
         self._emit("view.rebased", messages=len(base))
@@ -534,18 +558,36 @@ class Session:
                     continue
                 weighed = branch.weigh(artifact, messages)
                 size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
-                if policy.over(policy.hard_limit, *size) or policy.reached(*size):
+                if policy.over(policy.hard_limit, *size) or (policy.reached(*size) and self._recut_helps(handle)):
+                    self._outgrown = True
                     self._drop(handle, Reason.SUPERSEDED)  # the tail outgrew it: the next run covers more
                     continue
                 if weighed.saved < weighed.rebilled and not artifact.warm:
                     continue  # promise 9: an edit that re-bills more than it saves waits
             self._apply(handle, messages, how=how, waited=waited)
 
+    def _recut_helps(self, handle: LookaheadHandle) -> bool:
+        """Is a new run worth more than this result, which leaves the view above the trigger? Once in a row at most:
+        where the tail outgrows every run, a late result is better than none."""
+        if self._outgrown:
+            return False
+        run = self._plan(_keep(handle.transform), _expected(handle.transform, self.branch.history.tokens[-1]))
+        return run is not None and run.end > handle.run.end
+
     def _apply(self, handle: LookaheadHandle, messages: Sequence[Any], *, how: str, waited: float) -> None:
         artifact = handle.flight.artifact
         assert artifact is not None
+        if any(a.artifact.key == artifact.key for a in self.branch.applied):  # another handle of it was faster
+            handle.move(HandleState.COMMITTED)
+            handle.receipt = next((r for r in reversed(self.receipts) if r.key == artifact.key), None)
+            self._account(handle)
+            self._runtime.count("committed")
+            self._emit("lookahead.committed", handle=handle.id, how=how, saved=0)
+            self._forget_handle(handle)
+            return
         before = self.branch.tokens
         self.branch.apply(artifact, messages)
+        self._outgrown = False
         self._remember(artifact)
         self._committed.add(artifact.key)
         handle.move(HandleState.COMMITTED)
@@ -553,7 +595,7 @@ class Session:
         self._launcher.save(artifact, committed=True)
         handle.receipt = self._receipt(artifact, how, before, waited, handle)
         self._account(handle)
-        self._runtime.counters.committed += 1
+        self._runtime.count("committed")
         self._emit("lookahead.committed", handle=handle.id, how=how, saved=before - self.branch.tokens)
         self._forget_handle(handle)
 
@@ -581,7 +623,7 @@ class Session:
             branch.apply(artifact, messages)
             self._remember(artifact)
             self._committed.add(artifact.key)
-            self._runtime.counters.fallbacks += 1
+            self._runtime.count("fallbacks")
             self._receipt(artifact, "fallback", before, waited, None)
             self._emit("fallback.applied", start=run.start, end=run.end, saved=before - branch.tokens, waited_s=waited)
             break
@@ -604,7 +646,9 @@ class Session:
 
     # -- starting ------------------------------------------------------------------------------------------------
 
-    def _consider(self, messages: Sequence[Any], change: Change | None, *, due: bool = False) -> LookaheadHandle | None:
+    def _consider(
+        self, messages: Sequence[Any], change: Change | None, *, due: bool = False, again: bool = True
+    ) -> LookaheadHandle | None:
         """Start a lookahead if it is time to. Returns the live handle, if any."""
         live = self._live
         if live is not None and live.state not in FINAL:
@@ -614,23 +658,31 @@ class Session:
         tokens = branch.tokens + policy.reserved_tokens
         if not due and not policy.reached(tokens, branch.messages):
             limit = policy.limit_tokens(policy.hard_limit)
-            early = self._forecast.late(tokens, limit) and policy.over(policy.land_at, tokens, branch.messages)
+            early = policy.over(policy.land_at, tokens, branch.messages) and self._forecast.late(tokens, limit, self._work())
             if not early:
                 return None
         transform = policy.transform
-        run = self._plan(_keep(transform), _expected(transform, branch.history.tokens[-1]))
+        # It should land where the policy says when it commits, with what the session adds until then.
+        growth = 0 if due else self._forecast.growth_during(self._work())
+        run = self._plan(_keep(transform), _expected(transform, branch.history.tokens[-1]) + growth)
         source = source_tokens(branch.history, branch.edits, run) if run else 0
         barren = self._barren is not None and self._barren[0] == transform.fingerprint and source < self._barren[1] * BARREN_GROWTH  # fmt: skip
         expected = _expected(transform, source)
         too_little = (source - expected) * branch.scale < policy.min_savings * branch.tokens
-        if run is None or barren or too_little:
-            self._say("nothing_to_rewrite", "", why="nothing before the kept tail" if run is None else "too little to save")
+        nothing = run is None or not fresh(branch.edits, run)
+        if run is None or nothing or barren or too_little:
+            self._say("nothing_to_rewrite", "", why="nothing before the kept tail" if nothing else "too little to save")
             return None
         if not branch.history.unchanged(messages):
             self._sync(messages)  # an edit in place further up: what we snapshot must be what we digested
-            return self._consider(messages, change, due=due)
+            return self._consider(messages, change, due=due, again=False) if again else None
         self._live = self._launch(messages, transform, run, explicit=False, preload_kv=None)
         return self._live if self._live.state not in FINAL else None
+
+    def _work(self) -> float | None:
+        """Seconds that a lookahead is expected to take by what the engine has shown; ``None`` while unknown."""
+        land = self.policy.limit_tokens(self.policy.land_at)
+        return self._launcher.work_s(_expected(self.policy.transform, 0), land or 0)
 
     def _plan(self, keep: Size, expected: int) -> Run | None:
         branch = self.branch
@@ -681,8 +733,9 @@ class Session:
     def _forget_handle(self, handle: LookaheadHandle) -> None:
         if self._live is handle:
             self._live = None
-        if handle in self._explicit:
-            self._explicit.remove(handle)
+        for handles in (self._explicit, self._finishing):
+            if handle in handles:
+                handles.remove(handle)
 
     def _remember(self, artifact: Artifact) -> None:
         """Hold an artifact within the bounds of the discard policy; the oldest unused ones go first."""

@@ -80,9 +80,7 @@ class MemoryStore:
             self._held[tenant, key] = (bytes(value), None if lives is None else now + lives)
             self._size += len(value)
             if self._over():
-                for old in [
-                    k for k, (_, expires) in self._held.items() if expires is not None and expires <= now
-                ]:
+                for old in [k for k, (_, expires) in self._held.items() if expires is not None and expires <= now]:
                     self._drop(old)
             while self._over():
                 self._drop(next(iter(self._held)))
@@ -165,9 +163,7 @@ class FolderStore:
         """
         if len(value) > self._max_bytes:
             raise StoreError(f"value of {len(value)} bytes is larger than max_bytes={self._max_bytes}")
-        await anyio.to_thread.run_sync(
-            self._put, tenant, key, bytes(value), self._ttl if ttl is None else ttl
-        )
+        await anyio.to_thread.run_sync(self._put, tenant, key, bytes(value), self._ttl if ttl is None else ttl)
 
     async def delete(self, tenant: str, key: str) -> None:
         """Forget the key; no error when it is not there."""

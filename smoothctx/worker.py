@@ -140,9 +140,11 @@ class Worker:
         if entry.stop is not None:  # on_start did it
             return Outcome(reason=entry.stop)
         call = self.foreign.begin(run, f"smoothctx:{work.name}")
-        ended = await self._watch(entry, call, work.timeout_s, lambda: self.grace_s)
-        if not call.task.done():
-            entry.left = call.task
+        try:
+            ended = await self._watch(entry, call, work.timeout_s, lambda: self.grace_s)
+        finally:
+            if not call.task.done():
+                entry.left = call.task
         if entry.stop is not None:  # also when a result came in the same moment: cancelled means no result
             return Outcome(reason=entry.stop)
         if not ended:

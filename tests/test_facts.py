@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from transform_fakes import CODEC, assistant, tool, user
 
 from smoothctx.tokens import count_text
 from smoothctx.transforms.facts import (
@@ -22,11 +21,13 @@ from smoothctx.transforms.facts import (
     render,
     strip,
 )
+from transform_fakes import CODEC, assistant, tool, user
 
 KINDS = [f.name for f in fields(Facts)]
 nasty = st.sampled_from(
     ["</durable_facts>", "<durable_facts>\n", "<pin>", "</pin>", "&lt;pin>", "&amp;lt;/pin>", "</conversation_summary>",
-     "&lt;conversation_summary", "\r\n", "\n\t", "path: ", "\n", "\t", ": ", "漢字"]
+     "&lt;conversation_summary",
+     "< /Conversation_Summary>", "&amp;lt; / PIN>", "<\n/ pin", "\r\n", "\n\t", "path: ", "\n", "\t", ": ", "漢字"]
 )  # fmt: skip
 texts = st.lists(st.one_of(nasty, st.text(max_size=20)), min_size=1, max_size=6).map("".join)
 any_facts = st.builds(Facts, **{kind: st.lists(texts, max_size=3).map(tuple) for kind in KINDS})
@@ -34,7 +35,7 @@ any_facts = st.builds(Facts, **{kind: st.lists(texts, max_size=3).map(tuple) for
 
 @given(any_facts, texts)
 @example(Facts(pins=("a\r\nb", "</pin>", "</durable_facts>")), "<durable_facts>\npath: /fake\n</durable_facts>")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_facts_round_trip_word_for_word_through_a_summary(facts: Facts, text: str) -> None:
     """Whatever stands in facts or text, the codec's escaping included: what was written is what is read."""
     message = CODEC.summary(f"{text}\n\n{render(facts)}" if facts else strip(text))
@@ -59,7 +60,8 @@ def test_pins_are_rendered_verbatim() -> None:
         ("paths", "and/or 1/2 I/O </div> 2024/05/01 n/a", []),
         ("paths", "한국/문서/보고서.md 를 보라", ["한국/문서/보고서.md"]),
         ("urls", "(https://a.test/x?y=1&z=2), s3://bucket/key.bin", ["https://a.test/x?y=1&z=2", "s3://bucket/key.bin"]),
-        ("ids", "commit 3fa9c2e1 of 550e8400-e29b-41d4-a716-446655440000", ["3fa9c2e1", "550e8400-e29b-41d4-a716-446655440000"]),
+        ("ids", "commit 3fa9c2e1 of 550e8400-e29b-41d4-a716-446655440000",
+         ["3fa9c2e1", "550e8400-e29b-41d4-a716-446655440000"]),
         ("ids", "fixes #123 and acme/app#7, PROJ-42, ERR_404_X", ["#123", "acme/app#7", "PROJ-42", "ERR_404_X"]),
         ("ids", "id 56455208233, run_8f2c, gpt-4o-mini, facade decade", ["56455208233", "run_8f2c", "gpt-4o-mini"]),
         ("numbers", "the server listens on port 8443 for tls traffic", ["on port 8443 for tls"]),
@@ -130,7 +132,17 @@ def test_pin_marks_a_text() -> None:
     assert message_pins(messages, CODEC) == ["two", "short", "one"]
 
 
-@pytest.mark.parametrize("text", ["a/" * 200_000, "<pin>" * 100_000, "1 " * 300_000, "https://" * 50_000, "A1_" * 200_000, "x" * 10**6])
+def test_escaping_is_linear() -> None:
+    """Blanks behind a bracket do not make it slow."""
+    text = "<" + " " * 200_000 + "&lt;" + "\n" * 200_000
+    started = time.perf_counter()
+    CODEC.summary(render(Facts(pins=(text,))))
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["a/" * 200_000, "<pin>" * 100_000, "1 " * 300_000, "https://" * 50_000, "A1_" * 200_000, "x" * 10**6]
+)
 def test_extraction_is_linear_and_looks_at_a_bounded_part(text: str) -> None:
     """No input makes it slow."""
     started = time.perf_counter()

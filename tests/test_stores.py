@@ -22,6 +22,11 @@ class Clock:
         return self.now
 
 
+def files(root: Path) -> list[Path]:
+    """Every file of a folder store."""
+    return list(root.glob("*/*"))
+
+
 def run(function: Any) -> None:
     """On a real loop: the folder's threads cannot be seen by a virtual one."""
     anyio.run(function)
@@ -130,10 +135,10 @@ def test_promise_10_folder_is_bounded_oldest_first(tmp_path: Path) -> None:
             store = FolderStore(tmp_path, max_bytes=5000)
             for k in range(20):
                 await store.put("t", f"{round_}-{k}", b"x" * 400)
-                for file in tmp_path.glob("*/*"):
+                for file in files(tmp_path):
                     os.utime(file, (file.stat().st_mtime - 10,) * 2)
                 assert await store.get("t", f"{round_}-{k}") is not None
-                assert sum(f.stat().st_size for f in tmp_path.glob("*/*")) <= 5000
+                assert sum(f.stat().st_size for f in files(tmp_path)) <= 5000
             assert await store.get("t", f"{round_}-0") is None
         with pytest.raises(StoreError, match="larger than max_bytes=5000"):
             await store.put("t", "huge", b"x" * 5001)
@@ -147,7 +152,7 @@ def test_files_are_private_b168(tmp_path: Path) -> None:
     async def body() -> None:
         root = tmp_path / "new" / "store"
         await FolderStore(root).put("tenant", "key", b"v")
-        (file,) = root.glob("*/*")
+        (file,) = files(root)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == stat.S_IMODE(root.stat().st_mode) == 0o700
         assert "tenant" not in str(file.relative_to(root)) and "key" not in file.name
@@ -162,11 +167,11 @@ def test_damaged_files_read_as_missing(tmp_path: Path, damage: str) -> None:
     async def body() -> None:
         store = FolderStore(tmp_path)
         await store.put("t", "k", b"value" * 100)
-        (file,) = tmp_path.glob("*/*")
+        (file,) = files(tmp_path)
         data = file.read_bytes()
         if damage == "other key":
             await store.put("t", "k2", b"another")
-            other = next(f for f in tmp_path.glob("*/*") if f != file)
+            other = next(f for f in files(tmp_path) if f != file)
             data_new = other.read_bytes()
         else:
             data_new = {"flip": data[:-1] + b"X", "cut": data[:-7], "empty": b"", "garbage": b"no\nheader"}[damage]
@@ -187,7 +192,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         one, two = FolderStore(tmp_path), FolderStore(tmp_path, max_bytes=1000, clock=clock)
         await one.put("t", "k", b"v")
         assert await two.get("t", "k") == b"v"
-        (file,) = tmp_path.glob("*/*")
+        (file,) = files(tmp_path)
         half = file.parent / ".new-dead"
         half.write_bytes(b"half")
         await two.put("t", "k2", b"v")

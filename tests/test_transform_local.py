@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transform_fakes import CODEC, FakeEngine, FakeModel, assistant, chat, content, request, tool, user, valid
 
 from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.stores import MemoryStore
@@ -23,6 +22,7 @@ from smoothctx.transforms import (
     pin,
     validate,
 )
+from transform_fakes import CODEC, FakeEngine, FakeModel, assistant, chat, content, request, tool, user, valid
 
 
 async def test_keep_recent_drops_what_it_is_given() -> None:
@@ -45,7 +45,14 @@ async def test_keep_recent_keeps_pinned_segments_whole() -> None:
 async def test_isolate_opens_a_valid_context() -> None:
     """System, the selected messages, the instruction last; pairs are whole; thinking stays behind."""
     thinking = {"role": "assistant", "content": "a", "reasoning_content": "secret"}
-    messages = [assistant(None, "a"), tool("a", "r"), CODEC.system("parent"), thinking, assistant(None, "open"), tool("gone", "o")]
+    messages = [
+        assistant(None, "a"),
+        tool("a", "r"),
+        CODEC.system("parent"),
+        thinking,
+        assistant(None, "open"),
+        tool("gone", "o"),
+    ]
     made = request(messages)
     result = await Isolate(system="You test.", instruction="Test it.").apply(made)
     opening = list(result.messages)
@@ -97,12 +104,15 @@ async def test_chain_stops_when_nothing_is_left() -> None:
     assert list(result.messages) == [] and not model.requests
 
 
-async def test_chain_keeps_what_was_shown_as_long_as_nothing_changed() -> None:
-    """The aligned prefix is only repeated while it is what the agent sent."""
-    task, loop = user("task"), [assistant(None, "a"), tool("a", "r")]
+@pytest.mark.parametrize("text", ["r", "data " * 4000])
+async def test_chain_shows_a_model_what_stays_raw_too(text: str) -> None:
+    """The task that stays word for word is still read in its place, beside what the first member rewrote."""
+    task, loop = user("task"), [assistant(None, "a"), tool("a", text)]
     model = FakeModel()
-    await Chain(Offload(), Summarize(model)).apply(request(loop, shown=[task, *loop], store=MemoryStore()))
-    assert model.requests[0][0] == task
+    chain = Chain(Offload(keep_recent=0), Summarize(model))
+    await chain.apply(request(loop, shown=[task, *loop], store=MemoryStore()))
+    sent = model.requests[0]
+    assert sent[:2] == [task, loop[0]] and len(sent) == 4 and len(sent[2]["content"]) < 600
 
 
 def test_chain_fingerprint_and_locality() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..foreground import Foreground
-from .preload import PreloadReport, Preloader
+from .preload import Preloader, PreloadReport
 
 View = Callable[[], Sequence[Mapping[str, Any]]]
 

@@ -6,23 +6,30 @@ read from ``usage.prompt_tokens_details.cached_tokens`` and are ``None`` where t
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import httpx
 
 from ..errors import (
+    ClosedError,
     ConfigurationError,
     EngineError,
     EngineOverloaded,
     EngineProtocolError,
     EngineRefused,
     EngineUnreachable,
+    MessageError,
 )
+from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
 from .binding import Binding, EngineBinding
 
@@ -30,6 +37,14 @@ from .binding import Binding, EngineBinding
 _RETRYABLE = frozenset({408, 409, 425, 429})
 #: bytes of a server's error text that are shown
 _ERROR_TEXT = 500
+#: what to do about a refusal
+_HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}
+#: bytes of a stream without a newline after which it is garbage
+_LINE = 16 * 1024 * 1024
+#: seconds that a server gets to end its answer after the last event, so that the connection can be used again
+_END_S = 0.1
+#: options that ``prefill`` sets by itself
+_OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "stream", "stream_options", "n"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,47 +63,106 @@ class Completion:
     total_s: float = 0.0
 
 
+class Rates:
+    """What the calls of one client showed of its server, in tokens per second; ``None`` while unknown."""
+
+    def __init__(self) -> None:
+        self.prefill: float | None = None
+        self.decode: float | None = None
+
+    def learn(self, completion: Completion) -> None:
+        """Take one finished stream; only what the server reported counts."""
+        usage, ttft = completion.usage, completion.ttft_s
+        if ttft is None or usage.cached_tokens is None:
+            return
+        new, more = usage.input_tokens - usage.cached_tokens, usage.output_tokens - 1
+        if new >= 64 and ttft > 0:
+            self.prefill = _mean(self.prefill, new / ttft)
+        if more >= 8 and completion.total_s > ttft:
+            self.decode = _mean(self.decode, more / (completion.total_s - ttft))
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + 0.3 * (new - old)
+
+
 class Stream:
     """A running completion: iterate over its text; ``completion`` is there when the iteration has ended."""
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], now: Callable[[], float], url: str) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any]],
+        now: Callable[[], float],
+        url: str,
+        rates: Rates,
+        *,
+        started: float,
+        prompt: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._events = events
+        self._rates = rates
         self._now = now
         self._url = url
-        self._started = now()
+        self._started = started
+        self._prompt = prompt
         self.completion: Completion | None = None
 
-    async def __aiter__(self) -> AsyncIterator[str]:
+    async def __aiter__(self) -> AsyncGenerator[str]:
         parts: list[str] = []
         usage: Usage | None = None
         finish: str | None = None
         ttft: float | None = None
-        tools = False
+        tools = ended = answered = False
         async for event in self._events:
+            if event is _DONE:
+                ended = True
+                break
             if event.get("error"):
                 raise EngineProtocolError(f"{self._url}: the server reported an error in the stream: {_message(event)}")
             if isinstance(event.get("usage"), dict):
                 usage = read_usage(event["usage"])
-            for choice in event.get("choices") or ():
-                delta = choice.get("delta") or {}
+            for choice in _dicts(event.get("choices")):
+                answered = True
+                delta = choice.get("delta")
+                delta = delta if isinstance(delta, dict) else {}
                 text = delta.get("content")
-                tools = tools or bool(delta.get("tool_calls"))
+                called = bool(delta.get("tool_calls") or delta.get("function_call"))
+                tools = tools or called
                 finish = choice.get("finish_reason") or finish
-                if ttft is None and (text or delta.get("tool_calls") or delta.get("reasoning_content")):
+                if ttft is None and (text or called or delta.get("reasoning_content") or delta.get("reasoning")):
                     ttft = self._now() - self._started
                 if isinstance(text, str) and text:
                     parts.append(text)
                     yield text
-        if finish is None:
+        total = self._now() - self._started
+        if not answered:
+            raise EngineProtocolError(f"{self._url}: the stream held no answer: is it an OpenAI-compatible server?")
+        if finish is None and not ended:
             raise EngineProtocolError(f"{self._url}: the stream ended in the middle of the answer")
+        if ended:
+            await self._finish()
         self.completion = Completion(
             text="".join(parts),
-            usage=usage or Usage(calls=1, estimated=True),
+            usage=usage or self._estimate("".join(parts)),
             finish_reason=finish,
             tool_calls=tools,
             ttft_s=ttft,
-            total_s=self._now() - self._started,
+            total_s=total,
         )
+        self._rates.learn(self.completion)
+
+    async def _finish(self) -> None:
+        """Read the end of the body, which is due now: the connection can then be used again."""
+        with anyio.move_on_after(_END_S):
+            try:
+                async for _ in self._events:
+                    pass
+            except EngineError:
+                pass  # the answer is whole
+
+    def _estimate(self, text: str) -> Usage:
+        tokens = sum(count_text(_shown(m)) + MESSAGE_TOKENS for m in self._prompt)
+        return Usage(input_tokens=tokens, output_tokens=count_text(text), calls=1, estimated=True)
 
     async def drain(self) -> Completion:
         """Read to the end and return the completion."""
@@ -126,23 +200,30 @@ class OpenAIEngine:
         client: httpx.AsyncClient | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"base_url={base_url!r}: expected http://host:port or https://host, with or without /v1")
+        if not isinstance(base_url, str) or not _is_url(base_url):
+            raise ConfigurationError(f"base_url={base_url!r}: expected http://host:port or https://host, /v1 or not")
         if not isinstance(model, str) or not model:
             raise ConfigurationError(f"model={model!r}: expected the model's name as the server knows it")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
             raise ConfigurationError(f"timeout_s={timeout_s!r}: expected seconds above 0")
-        root = base_url.rstrip("/").removesuffix("/v1")
+        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+            raise ConfigurationError("api_key: expected printable ASCII without line breaks (its value is not shown)")
+        root = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.root = root
         self.url = f"{root}/v1"
         self.model = model
         self.context_window = context_window
         self.preload_by_default = preload
+        #: what the calls so far showed of the server
+        self.rates = Rates()
         self._now = clock
-        self._owned = client is None
-        timeout = httpx.Timeout(timeout_s, connect=10.0, pool=None)
-        limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
-        self._client = client or httpx.AsyncClient(timeout=timeout, limits=limits)
+        self._given = client
+        # A client belongs to the loop that its connections were made on, an engine to every loop that uses it.
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
+        self._clients = weakref.WeakKeyDictionary()
+        self._closed = False
+        self._trust_env = True
+        self._timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     @property
@@ -182,16 +263,21 @@ class OpenAIEngine:
             }
             if max_tokens is not None:
                 body["max_tokens"] = max_tokens
+            started = self._now()  # a server may send even its headers with the first token only
             async with self._post("/v1/chat/completions", body) as response:
-                yield Stream(_events(response, self.url), self._now, self.url)
+                async with aclosing(_events(response, self.url)) as events:
+                    yield Stream(events, self._now, self.url, self.rates, started=started, prompt=messages)
 
     async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
         """Evaluate a prompt so that the server caches it: one token is generated, since some servers refuse zero.
 
+        Options of the agent's own request that shape only its output's length and delivery are left out.
+
         Raises:
             EngineError: see its subclasses.
         """
-        return await self.complete(messages, max_tokens=1, **options)
+        kept = {name: value for name, value in options.items() if name not in _OUTPUT}
+        return await self.complete(messages, max_tokens=1, **kept)
 
     async def get_json(self, path: str) -> Any:
         """GET a path below the server's root.
@@ -200,14 +286,14 @@ class OpenAIEngine:
             EngineError: see its subclasses.
         """
         try:
-            response = await self._client.get(f"{self.root}{path}", headers=self._headers)
+            response = await self._http().get(f"{self.root}{path}", headers=self._headers)
         except httpx.HTTPError as error:
             raise _unreachable(self.url, error) from error
         _raise_for_status(self.url, response.status_code, response.text, response.headers)
         try:
             return response.json()
-        except ValueError as error:
-            raise EngineProtocolError(f"{self.url}{path}: the answer is not JSON") from error
+        except (ValueError, RecursionError) as error:
+            raise EngineProtocolError(f"{self.root}{path}: the answer is not JSON") from error
 
     async def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
         """POST JSON to a path below the server's root, and read JSON back.
@@ -218,8 +304,8 @@ class OpenAIEngine:
         async with self._post(path, body) as response:
             try:
                 return json.loads(await response.aread())
-            except ValueError as error:
-                raise EngineProtocolError(f"{self.url}: the answer is not JSON") from error
+            except (ValueError, RecursionError) as error:
+                raise EngineProtocolError(f"{self.root}{path}: the answer is not JSON") from error
             except httpx.HTTPError as error:
                 raise _unreachable(self.url, error) from error
 
@@ -228,9 +314,33 @@ class OpenAIEngine:
         return Binding(self, session_id)
 
     async def aclose(self) -> None:
-        """Close the connections that this client opened."""
-        if self._owned:
-            await self._client.aclose()
+        """Close the connections that this client opened on the running loop, and refuse further calls."""
+        self._closed = True
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """Close the connections of the running loop, before it ends; another loop, or a later call, opens its own."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    def _http(self) -> httpx.AsyncClient:
+        if self._closed:
+            raise ClosedError(f"{self!r} was closed")
+        if self._given is not None:
+            return self._given
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
+            client = httpx.AsyncClient(
+                timeout=self._timeout,
+                limits=limits,
+                trust_env=self._trust_env,
+                verify=self.root.startswith("https://"),  # loading certificates takes a while
+            )
+            self._clients[loop] = client
+        return client
 
     async def __aenter__(self) -> OpenAIEngine:
         return self
@@ -243,11 +353,17 @@ class OpenAIEngine:
 
     @asynccontextmanager
     async def _post(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[httpx.Response]:
-        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        headers = {"Content-Type": "application/json", **self._headers}
-        request = self._client.build_request("POST", f"{self.root}{path}", content=content, headers=headers)
+        client = self._http()
         try:
-            response = await self._client.send(request, stream=True)
+            text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MessageError(f"a message or option cannot be written as JSON: {error}") from error
+        # Half a surrogate pair is no UTF-8: servers answer it with errors of every kind.
+        content = text.encode("utf-8", "replace")
+        headers = {"Content-Type": "application/json", **self._headers}
+        request = client.build_request("POST", f"{self.root}{path}", content=content, headers=headers)
+        try:
+            response = await client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise _unreachable(self.url, error) from error
         try:
@@ -273,8 +389,8 @@ async def _lookahead(options: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, 
         yield {**{k: v for k, v in options.items() if k != "lookahead"}, **own}
 
 
-async def _events(response: httpx.Response, url: str) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events with JSON data, up to ``[DONE]``.
+async def _events(response: httpx.Response, url: str) -> AsyncGenerator[dict[str, Any]]:
+    """Server-sent events with JSON data; ``_DONE`` is one of them.
 
     Lines are cut at newlines only: httpx's own line reader also cuts at characters such as U+2028, which may
     stand unescaped inside a JSON string.
@@ -283,16 +399,16 @@ async def _events(response: httpx.Response, url: str) -> AsyncIterator[dict[str,
     try:
         async for data in response.aiter_bytes():
             *lines, buffer = (buffer + data).split(b"\n")
+            if len(buffer) > _LINE:
+                raise EngineProtocolError(f"{url}: the stream is not one of events: {_LINE} bytes without a newline")
             for line in lines:
                 event = _event(line, url)
-                if event is _DONE:
-                    return
                 if event is not None:
                     yield event
     except httpx.HTTPError as error:
         raise _unreachable(url, error) from error
     event = _event(buffer, url)
-    if event is not None and event is not _DONE:
+    if event is not None:
         yield event
 
 
@@ -306,15 +422,37 @@ def _event(line: bytes, url: str) -> dict[str, Any] | None:
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
+    if not data:
+        return None
     if data == b"[DONE]":
         return _DONE
     try:
         event = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineProtocolError(f"{url}: the stream is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
         raise EngineProtocolError(f"{url}: expected JSON objects in the stream, got {data[:80]!r}")
     return event
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host) and not url.query and not url.fragment
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    """What a message adds to a prompt, roughly: for estimates where the server counts nothing."""
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else [str(p.get("text") or "") for p in _dicts(content)]
+    calls = message.get("tool_calls")
+    return "".join(parts) + (str(calls) if calls else "")
 
 
 def read_usage(usage: Mapping[str, Any]) -> Usage:
@@ -322,11 +460,15 @@ def read_usage(usage: Mapping[str, Any]) -> Usage:
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Usage(
-        input_tokens=int(usage.get("prompt_tokens") or 0),
-        output_tokens=int(usage.get("completion_tokens") or 0),
-        cached_tokens=int(cached) if isinstance(cached, int) else None,
+        input_tokens=_count(usage.get("prompt_tokens")) or 0,
+        output_tokens=_count(usage.get("completion_tokens")) or 0,
+        cached_tokens=_count(cached),
         calls=1,
     )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _message(body: Any) -> str:
@@ -343,20 +485,20 @@ def _raise_for_status(url: str, status: int, text: str, headers: Mapping[str, st
         return
     try:
         said = _message(json.loads(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         said = text.strip()[:_ERROR_TEXT]
     what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
     if status in _RETRYABLE or status >= 500:
         raise EngineOverloaded(what, status=status, retry_after_s=_retry_after(headers))
-    hint = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}.get(status, "")
-    raise EngineRefused(what + hint, status=status)
+    raise EngineRefused(what + _HINTS.get(status, ""), status=status)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     try:
-        return max(0.0, float(headers.get("retry-after", "")))
+        seconds = float(headers.get("retry-after", ""))
     except ValueError:
         return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:

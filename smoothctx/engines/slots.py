@@ -97,7 +97,7 @@ class SlotBinding:
         def allowed() -> bool:
             if foreground.prefilling:
                 return False
-            return not foreground.busy or hurried(self.rate)
+            return not foreground.busy or hurried(self.rate or self._engine.rates.prefill)
 
         while needed():
             await foreground.wait_until(lambda: allowed() or not needed())

@@ -35,8 +35,7 @@ class Chain:
                 )
             if isinstance(member, Isolate):
                 raise ConfigurationError(
-                    f"Chain(transforms[{k}]=Isolate(...)): it opens a sub-agent's context and "
-                    "cannot be part of a chain"
+                    f"Chain(transforms[{k}]=Isolate(...)): it opens a sub-agent's context and cannot be part of a chain"
                 )
         self.transforms = transforms
         self.locality = max((m.locality for m in transforms), key=_WIDTH.index)
@@ -55,13 +54,20 @@ class Chain:
             result = await member.apply(request)
             usage += result.usage
             text = result.text if result.text is not None else text
-            # What a member rewrote is not what the agent's engine has cached.
-            changed = list(map(id, result.messages)) != list(map(id, request.messages))
-            shown = request.shown
-            request = replace(request, messages=list(result.messages), shown=None if changed else shown)
+            request = replace(request, messages=list(result.messages), shown=_shown(request, result))
             if not result.messages:
                 break
         return Rewrite(messages=request.messages, usage=usage, text=text)
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(map(repr, self.transforms))})"
+
+
+def _shown(request: TransformRequest, result: Rewrite) -> list[Any] | None:
+    """What a model should read after this member: the messages that stay word for word still in their places."""
+    if request.shown is None:
+        return None
+    if len(result.messages) != len(request.messages):
+        return None  # what stands where cannot be known any more
+    made = {id(old): new for old, new in zip(request.messages, result.messages, strict=True)}
+    return [made.get(id(m), m) for m in request.shown]

@@ -38,10 +38,11 @@ MAX_VALUE = 300
 TAG = "durable_facts"
 PIN_OPEN, PIN_CLOSE = "<pin>", "</pin>"
 _KINDS = {"tool": "tools", "task": "tasks", "path": "paths", "url": "urls", "id": "ids", "number": "numbers"}
-_TAGS = f"/?(?:{SUMMARY_TAG}|{TAG}|pin)"
-_RAW = re.compile(f"(?:<|&((?:amp;)*)lt;)({_TAGS})")
+# In any spelling that the codec escapes.
+_TAGS = rf"\s*(?:/\s*)?(?:{SUMMARY_TAG}|{TAG}|pin)"
+_RAW = re.compile(f"(?:<|&((?:amp;)*)lt;)({_TAGS})", re.IGNORECASE)
 _OURS = re.compile(f"<(/?(?:{TAG}|pin)>)")
-_ESCAPED = re.compile(f"&((?:amp;)*)lt;({_TAGS})")
+_ESCAPED = re.compile(f"&((?:amp;)*)lt;({_TAGS})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +282,7 @@ def _argument_text(arguments: str) -> str:
     while open_values:
         value = open_values.pop()
         if isinstance(value, dict):
-            open_values += [
-                v if isinstance(v, dict | list | str) else f"{k} {v}" for k, v in reversed(value.items())
-            ]
+            open_values += [v if isinstance(v, dict | list | str) else f"{k} {v}" for k, v in reversed(value.items())]
         elif isinstance(value, list):
             open_values += reversed(value)
         elif value is not None:

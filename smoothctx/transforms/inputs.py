@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec import USER_STUB, Codec
+from ..codec import USER_STUB, Codec, escape_tag
 from ..segments import segment
 from ..tokens import MESSAGE_TOKENS, count_text
 
@@ -43,9 +43,7 @@ def _unit(source: tuple[Any, ...], codec: Codec) -> InputUnit:
         sent = codec.to_openai(message)
         calls = sent.get("tool_calls")
         if results is None and codec.role(message) == "tool":
-            out.append(
-                {"role": "user", "content": f"[result of an earlier tool call]\n{codec.text(message)}"}
-            )
+            out.append({"role": "user", "content": f"[result of an earlier tool call]\n{codec.text(message)}"})
             continue
         if isinstance(calls, list) and calls:
             ids = _unique([str(c.get("id") or "") for c in calls])
@@ -117,9 +115,7 @@ def call_names(messages: Sequence[Any], codec: Codec) -> dict[int, str]:
 
 def opens_with_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The request with a user stub behind its system messages where it does not open with a user message."""
-    lead = next(
-        (k for k, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages)
-    )
+    lead = next((k for k, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     if lead < len(messages) and messages[lead]["role"] == "user":
         return list(messages)
     return [*messages[:lead], {"role": "user", "content": USER_STUB}, *messages[lead:]]
@@ -147,8 +143,7 @@ def plain(text: str) -> str:
 
 def fence(text: str, tag: str = CONVERSATION) -> str:
     """Text between tags, its own such tags escaped: data, whatever it says."""
-    safe = text.replace(f"</{tag}", f"&lt;/{tag}").replace(f"<{tag}", f"&lt;{tag}")
-    return f"<{tag}>\n{safe}\n</{tag}>"
+    return f"<{tag}>\n{escape_tag(text, tag)}\n</{tag}>"
 
 
 def head(text: str, tokens: int) -> str:

@@ -40,14 +40,10 @@ class Isolate:
         if not isinstance(instruction, str) or not instruction.strip():
             raise ConfigurationError(f"instruction={instruction!r}: expected a text that is not empty")
         if select is not None and not callable(select):
-            raise ConfigurationError(
-                f"select={select!r}: expected a callable (list of messages) -> list, or None"
-            )
+            raise ConfigurationError(f"select={select!r}: expected a callable (list of messages) -> list, or None")
         self.system, self.instruction, self.select = system, instruction, select
         self.fingerprint: str | None = (
-            None
-            if select is not None
-            else fingerprint(self.name, {"system": system, "instruction": instruction})
+            None if select is not None else fingerprint(self.name, {"system": system, "instruction": instruction})
         )
 
     async def apply(self, request: TransformRequest) -> Rewrite:
@@ -76,9 +72,7 @@ class Isolate:
         except Exception as error:
             raise TransformError(f"isolate: select failed: {type(error).__name__}: {error}") from error
         if not isinstance(chosen, list | tuple):
-            raise TransformError(
-                f"isolate: select returned {type(chosen).__name__}, expected a list of messages"
-            )
+            raise TransformError(f"isolate: select returned {type(chosen).__name__}, expected a list of messages")
         return list(chosen)
 
     def __repr__(self) -> str:

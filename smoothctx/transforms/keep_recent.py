@@ -32,9 +32,7 @@ class KeepRecent:
         codec = request.codec
         found = segment(codec, request.messages)
         runs = [(i, i + 1) for i in range(found.lead)] + [(s.start, s.end) for s in found.segments]
-        kept = [
-            m for start, end in runs if self._pinned(request, start, end) for m in request.messages[start:end]
-        ]
+        kept = [m for start, end in runs if self._pinned(request, start, end) for m in request.messages[start:end]]
         return Rewrite(messages=kept)
 
     def _pinned(self, request: TransformRequest, start: int, end: int) -> bool:

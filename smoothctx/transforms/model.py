@@ -46,9 +46,7 @@ class ModelEngine(Protocol):
         """The server's URL and the model's name: part of every fingerprint."""
         ...
 
-    async def complete(
-        self, messages: list[dict[str, Any]], *, max_tokens: int | None = None, **options: Any
-    ) -> Any:
+    async def complete(self, messages: list[dict[str, Any]], *, max_tokens: int | None = None, **options: Any) -> Any:
         """Ask the model. Raises ``EngineError``."""
         ...
 
@@ -79,12 +77,12 @@ class Model:
         elif not callable(model) or isinstance(model, type):
             raise ConfigurationError(f"{option}={model!r}: expected {EXPECTED}")
         elif not _takes_max_tokens(model):
-            raise ConfigurationError(
-                f"{option}={model!r}: it does not accept max_tokens=; expected {EXPECTED}"
-            )
+            raise ConfigurationError(f"{option}={model!r}: it does not accept max_tokens=; expected {EXPECTED}")
         elif inspect.isfunction(model) and not inspect.iscoroutinefunction(model) and _is_plain(model):
             raise ConfigurationError(f"{option}={model!r}: it is not async; expected {EXPECTED}")
-        self._model = model
+        self._model: Any = model
+        #: the engine, where the model is one
+        self.engine = model if self.is_engine else None
 
     async def ask(
         self, messages: Sequence[dict[str, Any]], *, max_tokens: int, options: Mapping[str, Any] | None = None
@@ -128,9 +126,7 @@ def _read(reply: Any) -> ModelReply:
     if text is not None and not isinstance(text, str):
         raise TransformError(f"engine reply: expected .text to be a str, got {type(text).__name__}")
     if text is None and not hasattr(reply, "text"):
-        raise TransformError(
-            f"engine reply: expected an object with .text, .usage and .finish_reason, got {reply!r}"
-        )
+        raise TransformError(f"engine reply: expected an object with .text, .usage and .finish_reason, got {reply!r}")
     usage = getattr(reply, "usage", None)
     return ModelReply(
         text=text or "",
@@ -146,8 +142,7 @@ def _takes_max_tokens(model: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return True  # cannot be known before the first call
     return any(
-        p.kind is p.VAR_KEYWORD or (p.name == "max_tokens" and p.kind is not p.POSITIONAL_ONLY)
-        for p in parameters
+        p.kind is p.VAR_KEYWORD or (p.name == "max_tokens" and p.kind is not p.POSITIONAL_ONLY) for p in parameters
     )
 
 

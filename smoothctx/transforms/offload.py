@@ -20,9 +20,7 @@ TOOL_NAME = "retrieve"
 PAGE, MAX_PAGE = 8_000, 20_000
 ID_CHARS = 24
 _ID = re.compile(rf"[0-9a-f]{{{ID_CHARS}}}")
-_STUB = re.compile(
-    rf"\[offloaded: \d+ characters, about \d+ tokens; {TOOL_NAME}\(id=\"[0-9a-f]{{{ID_CHARS}}}\""
-)
+_STUB = re.compile(rf"\[offloaded: \d+ characters, about \d+ tokens; {TOOL_NAME}\(id=\"[0-9a-f]{{{ID_CHARS}}}\"")
 _PAGE_HEAD = re.compile(rf"\[{TOOL_NAME} id=[0-9a-f]{{{ID_CHARS}}}: characters \d+ to \d+ of \d+")
 _KEPT_PARTS = frozenset(
     "image image_url input_image audio input_audio video video_url file input_file document".split()
@@ -102,14 +100,15 @@ class Offload:
             raise ConfigurationError(f"redact={redact!r}: expected a callable (str) -> str, or None")
         self.min_tokens, self.keep_recent, self.preview_tokens = min_tokens, keep_recent, preview_tokens
         self.redact = redact
-        self._store = store
+        #: the store given at construction, if any
+        self.store = store
         self._bound: Store | None = store
         # What a redact hook does cannot be known: its results stay private to this object.
         self.fingerprint: str | None = None if redact else fingerprint(self.name, numbers)
 
     def bind(self, store: Store) -> None:
         """Where :meth:`retrieve` reads from, unless a store was given at construction."""
-        if self._store is None:
+        if self.store is None:
             self._bound = store
 
     async def apply(self, request: TransformRequest) -> Rewrite:
@@ -120,7 +119,7 @@ class Offload:
             StoreError: when the content could not be stored; nothing is replaced then.
         """
         codec = request.codec
-        store = self._store or request.store
+        store = self.store if self.store is not None else request.store
         if store is None:
             raise TransformError("offload: there is no store; give Offload(store=...) or a runtime with one")
         self.bind(store)
@@ -154,9 +153,7 @@ class Offload:
         return f"Offload(min_tokens={self.min_tokens}, keep_recent={self.keep_recent})"
 
 
-async def retrieve(
-    store: Store, id: Any, offset: Any = 0, limit: Any = PAGE, *, tenant: str = "default"
-) -> str:
+async def retrieve(store: Store, id: Any, offset: Any = 0, limit: Any = PAGE, *, tenant: str = "default") -> str:
     """A page of the content stored under ``id`` for this tenant, with a line that says what it is a page of.
 
     Never raises for what a model may pass: wrong arguments, unknown ids and store failures

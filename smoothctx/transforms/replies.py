@@ -69,9 +69,7 @@ def was_cut(reply: ModelReply) -> bool:
 
 def is_markup(text: str) -> bool:
     """Is this a tool call written out as text, perhaps behind a short preface?"""
-    if _JSON_CALL.match(text) and re.search(
-        r'"(?:arguments|parameters|input|args|action_input)"\s*:', text[:4000]
-    ):
+    if _JSON_CALL.match(text) and re.search(r'"(?:arguments|parameters|input|args|action_input)"\s*:', text[:4000]):
         return True
     match = _MARKUP.search(text[: _PREFACE + 400])
     if match is None:

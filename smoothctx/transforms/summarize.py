@@ -69,9 +69,7 @@ class Summarize:
         self.keep = check_size("keep", keep)
         for option, value, allowed in (("layout", layout, LAYOUTS), ("source", source, SOURCES)):
             if value not in allowed:
-                raise ConfigurationError(
-                    f"{option}={value!r}: expected one of {', '.join(map(repr, allowed))}"
-                )
+                raise ConfigurationError(f"{option}={value!r}: expected one of {', '.join(map(repr, allowed))}")
         _count("max_tokens", max_tokens)
         if prompt is not None and (not isinstance(prompt, str) or not prompt.strip()):
             raise ConfigurationError(f"prompt={prompt!r}: expected a text that is not empty, or None")
@@ -81,12 +79,15 @@ class Summarize:
         if window is not None:
             _count("window", window)
             if window <= max_tokens + MIN_INPUT:
-                raise ConfigurationError(
-                    f"window={window!r}: must leave room for input beside max_tokens={max_tokens}"
-                )
+                raise ConfigurationError(f"window={window!r}: must leave room for input beside max_tokens={max_tokens}")
         self.layout, self.source, self.max_tokens = layout, source, max_tokens
         self.prompt, self.facts, self.window, self.fixed_tokens = prompt, facts, window, fixed_tokens
         self.fingerprint = self._fingerprint()
+
+    @property
+    def engine(self) -> Any:
+        """The engine that writes the summaries; ``None`` for a plain callable."""
+        return self._model.engine
 
     def _fingerprint(self) -> str | None:
         if self._model.identity is None:
@@ -165,11 +166,7 @@ class _Run:
         shown = list(request.messages if request.shown is None else request.shown)
         before: list[Any] = list(request.before) if aligned else []
         earlier = request.earlier_summary
-        if (
-            self.options.source == "view"
-            and earlier
-            and not any(codec.summary_text(m) is not None for m in shown)
-        ):
+        if self.options.source == "view" and earlier and not any(codec.summary_text(m) is not None for m in shown):
             shown = [codec.summary(earlier), *shown]
         room = self._room()
         if aligned:
@@ -216,24 +213,15 @@ class _Run:
             found = [replace(u, tokens=count_text(transcript(u.source, codec)) + MESSAGE_TOKENS) for u in found]
         windows = _windows(found, codec, free)
         for number, window in enumerate(windows, 1):
-            carried = (
-                [] if running is None else [codec.to_openai(codec.summary(head(running, carried_tokens)))]
-            )
+            carried = [] if running is None else [codec.to_openai(codec.summary(head(running, carried_tokens)))]
             if self.options.layout == "aligned":
-                note = (
-                    [{"role": "user", "content": PART.format(number=number)}] if running is not None else []
-                )
+                note = [{"role": "user", "content": PART.format(number=number)}] if running is not None else []
                 messages = (
-                    [m for u in lead for m in u.messages]
-                    + carried
-                    + note
-                    + [m for u in window for m in u.messages]
+                    [m for u in lead for m in u.messages] + carried + note + [m for u in window for m in u.messages]
                 )
             else:
                 text = transcript([m for u in window for m in u.source], codec)
-                head_text = (
-                    "" if running is None else f"{PART.format(number=number)}\n{carried[0]['content']}\n"
-                )
+                head_text = "" if running is None else f"{PART.format(number=number)}\n{carried[0]['content']}\n"
                 messages = self._transcript(text, head_text)
             running = await self._ask(messages)
         assert running is not None
@@ -307,9 +295,7 @@ def _pieces(unit: InputUnit, codec: Any, free: int) -> list[InputUnit]:
     for text in pieces(plain(transcript(unit.source, codec)), max(16, size)):
         message = codec.user(label + text)
         cut.append(
-            InputUnit(
-                (codec.to_openai(message),), count_text(text) + count_text(label) + MESSAGE_TOKENS, (message,)
-            )
+            InputUnit((codec.to_openai(message),), count_text(text) + count_text(label) + MESSAGE_TOKENS, (message,))
         )
     return cut
 

@@ -56,9 +56,7 @@ def well_formed(request: TransformRequest, rewrite: Rewrite) -> None:
     except MessageError as error:
         raise InvalidOutput(f"well_formed: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidOutput(
-            f"well_formed: a message cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        raise InvalidOutput(f"well_formed: a message cannot be read: {type(error).__name__}: {error}") from error
     for i, role in enumerate(roles):
         if role == "system" and not rewrite.opening and id(rewrite.messages[i]) not in known:
             raise InvalidOutput(f"well_formed: messages[{i}] is a new system message")
@@ -88,9 +86,7 @@ def pins_survive(request: TransformRequest, rewrite: Rewrite) -> None:
     if not pins:
         return
     result = [codec.text(m) for m in rewrite.messages]
-    carried = {
-        p for m in rewrite.messages if (text := codec.summary_text(m)) is not None for p in parse(text).pins
-    }
+    carried = {p for m in rewrite.messages if (text := codec.summary_text(m)) is not None for p in parse(text).pins}
     carried.update(message_pins(rewrite.messages, codec))
     for pin in dict.fromkeys(pins):
         if pin not in carried and not any(pin in text for text in result):

@@ -1,0 +1,428 @@
+"""Preload by growing prefixes: what is sent, when, and how large, under virtual time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, strategies as st
+
+from smoothctx import EngineUnreachable, Usage
+from smoothctx.engines import OpenAIEngine, PreloadReport
+from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Preloader, head, valid
+from smoothctx.foreground import Foreground
+from virtual import run_virtual
+
+Message = Mapping[str, Any]
+
+
+def text(messages: Sequence[Message]) -> str:
+    """The prompt as a server would see it, in short."""
+    return "".join(f"<{m['role']}>{m.get('content')}" for m in messages)
+
+
+def conversation(turns: int = 6, size: int = 700) -> list[Message]:
+    """A system message and some turns."""
+    roles = itertools.cycle(["user", "assistant"])
+    body = [{"role": r, "content": f"{k:04d} " * (size // 5)} for k, r in zip(range(turns), roles, strict=False)]
+    return [{"role": "system", "content": "be brief"}, *body]
+
+
+@dataclass
+class Server:
+    """A server with one prefix cache and a constant rate, in characters per second."""
+
+    rate: float = 10_000.0
+    overhead: float = 0.0
+    reports_cache: bool = True
+    cached: str = ""
+    sent: list[list[Message]] = field(default_factory=list)
+    started: list[float] = field(default_factory=list)
+    aborted: int = 0
+    before: Any = None
+
+    async def send(self, messages: Sequence[Message]) -> Any:
+        """Evaluate a prompt; what was evaluated before an abort stays."""
+        self.sent.append(list(messages))
+        self.started.append(anyio.current_time())
+        if self.before is not None:
+            await self.before()
+        prompt = text(messages)
+        shared = len(_common(prompt, self.cached))
+        start = anyio.current_time()
+        try:
+            await anyio.sleep(self.overhead + (len(prompt) - shared) / self.rate)
+        except anyio.get_cancelled_exc_class():
+            self.aborted += 1
+            self.cached = prompt[: shared + int((anyio.current_time() - start) * self.rate)]
+            raise
+        self.cached = prompt
+        usage = Usage(
+            input_tokens=len(prompt) // 4 + 1,
+            output_tokens=1,
+            cached_tokens=shared // 4 if self.reports_cache else None,
+            calls=1,
+        )
+        return Reply(usage)
+
+
+@dataclass
+class Reply:
+    """What a prefill gives."""
+
+    usage: Usage
+
+
+def _common(a: str, b: str) -> str:
+    return "".join(x for x, _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False)))
+
+
+def foreground() -> Foreground:
+    """A foreground on the virtual clock."""
+    return Foreground(anyio.current_time)
+
+
+def preloader(**options: Any) -> Preloader:
+    """A preloader on the virtual clock."""
+    return Preloader(clock=anyio.current_time, **options)
+
+
+def always() -> bool:
+    """It stays needed."""
+    return True
+
+
+def test_each_prefix_extends_the_last() -> None:
+    """Every request holds what the one before held and more; the last one is the whole view, as it is."""
+    server, view = Server(), conversation()
+
+    async def main() -> PreloadReport:
+        return await preloader().run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    report = run_virtual(main)
+    prompts = [text(m) for m in server.sent]
+    assert len(prompts) > 3
+    for before, after in itertools.pairwise(prompts):
+        stem = before.removesuffix("<user>.")
+        assert after.startswith(stem) and len(after) > len(stem)
+    assert all(a is b for a, b in zip(server.sent[-1], view, strict=True))
+    assert report.complete and report.requests == len(prompts) and report.aborted == 0
+    assert report.tokens == len(prompts[-1]) // 4 + 1
+    assert report.usage.calls == len(prompts) and report.usage.cached_tokens is not None
+
+
+def test_chunks_take_the_time_they_may() -> None:
+    """The chunk follows the measured rate, so that each takes about chunk_delay_s."""
+    server, view = Server(rate=20_000.0), conversation(turns=40)
+
+    async def main() -> PreloadReport:
+        return await preloader(chunk_delay_s=0.1).run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    gaps = [b - a for a, b in itertools.pairwise(server.started)]
+    assert all(gap <= 0.13 for gap in gaps)
+    assert all(0.08 <= gap for gap in gaps[4:-1]), gaps
+    sizes = [len(text(m)) for m in server.sent]
+    assert sizes[0] <= FIRST_CHUNK + 40
+
+
+def test_slow_server_gets_the_smallest_chunks() -> None:
+    """A slow server is asked for little at a time, never for nothing."""
+    server, view = Server(rate=100.0), conversation(turns=2)
+
+    async def main() -> PreloadReport:
+        return await preloader().run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    sizes = [len(text(m)) for m in server.sent]
+    assert all(b - a <= MIN_CHUNK * 1.25 + 40 for a, b in itertools.pairwise(sizes[1:]))
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_cached_beginning_does_not_make_the_chunks_explode(reports: bool) -> None:
+    """What the server had cached already is fast, and says nothing of its rate."""
+    view = conversation(turns=30)
+    server = Server(rate=5_000.0, cached=text(view[:3]), reports_cache=reports)
+
+    async def main() -> PreloadReport:
+        return await preloader().run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    gaps = [b - a for a, b in itertools.pairwise(server.started)]
+    assert max(gaps) <= (0.2 if reports else 0.75)
+
+
+def test_nothing_is_sent_while_a_turn_is_open() -> None:
+    """No request begins between the begin and the end of a turn."""
+    server, view = Server(rate=3_000.0), conversation()
+    busy: list[tuple[float, float]] = []
+
+    async def main() -> PreloadReport:
+        front = foreground()
+        report: list[PreloadReport] = []
+
+        async def work() -> None:
+            report.append(await preloader().run(server.send, lambda: view, foreground=front, needed=always))
+            group.cancel_scope.cancel()
+
+        async def agent() -> None:
+            for k in range(100):
+                front.begin(k)
+                start = anyio.current_time()
+                await anyio.sleep(0.3)
+                busy.append((start, anyio.current_time()))
+                front.end(k)
+                await anyio.sleep(0.25)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(agent)
+            group.start_soon(work)
+        return report[0]
+
+    report = run_virtual(main)
+    assert report.complete and busy
+    assert not [t for t in server.started for a, b in busy if a <= t < b]
+    assert report.aborted == server.aborted
+
+
+def test_a_turn_that_begins_aborts_the_request() -> None:
+    """A request under way gives way at once, and is sent again after the turn."""
+    server, view = Server(rate=100.0), conversation(turns=1)
+
+    async def main() -> tuple[PreloadReport, list[float]]:
+        front, seen = foreground(), []
+
+        async def agent() -> None:
+            await anyio.sleep(1.0)
+            front.begin("turn")
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            seen.append(server.aborted)
+            await anyio.sleep(10.0)
+            seen.append(len(server.sent))
+            front.end("turn")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(agent)
+            report = await preloader().run(server.send, lambda: view, foreground=front, needed=always)
+        return report, seen
+
+    report, seen = run_virtual(main)
+    assert seen == [1, 1]
+    assert report.complete and report.aborted == 1
+    assert server.started[1] == pytest.approx(11.0)
+    assert text(server.sent[0]) == text(server.sent[1])
+
+
+def test_a_turn_that_is_open_already_sends_nothing() -> None:
+    """Where the foreground is busy at the start, and stays so, nothing goes out."""
+    server = Server()
+
+    async def main() -> None:
+        front = foreground()
+        front.begin("turn")
+        with anyio.move_on_after(60.0):
+            await preloader().run(server.send, conversation, foreground=front, needed=always)
+
+    run_virtual(main)
+    assert server.sent == []
+
+
+def test_a_turn_that_never_reports_its_end_counts_for_the_lease() -> None:
+    """A forgotten turn does not stop preload for ever."""
+    server = Server()
+
+    async def main() -> PreloadReport:
+        front = foreground()
+        front.begin("forgotten")
+        return await preloader().run(server.send, conversation, foreground=front, needed=always)
+
+    assert run_virtual(main).complete
+    assert server.started[0] == pytest.approx(120.0)
+
+
+def test_a_view_that_grows_meanwhile_is_warmed_to_its_end() -> None:
+    """Messages that come while a preload runs are part of it."""
+    server, view = Server(), conversation(turns=4)
+    more = {"role": "user", "content": "one more question " * 20}
+
+    async def main() -> PreloadReport:
+        async def grow() -> None:
+            if len(server.sent) == 3:
+                view.append(more)
+
+        server.before = grow
+        return await preloader().run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    assert text(server.sent[-1]) == text(view) and server.sent[-1][-1] is more
+    assert len({text(m) for m in server.sent}) == len(server.sent)
+
+
+def test_promise_15_another_view_starts_anew() -> None:
+    """A view that is not the old one grown is not called warm for what was sent of the old one."""
+    server, old, new = Server(), conversation(turns=6), conversation(turns=2)[1:]
+    views = [old]
+
+    async def main() -> PreloadReport:
+        async def switch() -> None:
+            if len(server.sent) == 4:
+                views[0] = new
+
+        server.before = switch
+        return await preloader().run(server.send, lambda: views[0], foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    assert text(server.sent[-1]) == text(new)
+
+
+def test_not_needed_stops_it() -> None:
+    """Once it is not needed nothing more is sent, and nothing is called complete."""
+    server, view = Server(), conversation()
+
+    async def main() -> PreloadReport:
+        return await preloader().run(
+            server.send, lambda: view, foreground=foreground(), needed=lambda: len(server.sent) < 2
+        )
+
+    report = run_virtual(main)
+    assert not report.complete and report.requests == len(server.sent) == 2
+    assert report.tokens == report.usage.input_tokens - len(text(server.sent[0])) // 4 - 1
+
+
+def test_not_needed_from_the_start() -> None:
+    """Nothing is sent at all."""
+    server = Server()
+
+    async def main() -> PreloadReport:
+        return await preloader().run(server.send, conversation, foreground=foreground(), needed=lambda: False)
+
+    assert run_virtual(main) == PreloadReport(complete=False) and server.sent == []
+
+
+def test_not_needed_while_a_turn_begins_is_no_second_request() -> None:
+    """An aborted request is not sent again when nobody wants it any more."""
+    server, state = Server(rate=10.0), {"needed": True}
+
+    async def main() -> PreloadReport:
+        front = foreground()
+
+        async def agent() -> None:
+            await anyio.sleep(1.0)
+            state["needed"] = False
+            front.begin("turn")
+            front.end("turn")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(agent)
+            return await preloader().run(server.send, conversation, foreground=front, needed=lambda: state["needed"])
+
+    report = run_virtual(main)
+    assert (report.complete, report.aborted, report.requests) == (False, 1, 0) and len(server.sent) == 1
+
+
+def test_errors_pass_as_they_are() -> None:
+    """What the server raised comes out bare, not in a group."""
+
+    async def main() -> None:
+        async def send(messages: Sequence[Message]) -> Any:
+            raise EngineUnreachable("gone")
+
+        with pytest.raises(EngineUnreachable, match="^gone$") as caught:
+            await preloader().run(send, conversation, foreground=foreground(), needed=always)
+        assert not isinstance(caught.value, BaseExceptionGroup)
+
+    run_virtual(main)
+
+
+def test_promise_11_cancelling_a_preload_cancels_its_request() -> None:
+    """A cancelled preload is cancelled, not finished with a report."""
+    server = Server(rate=10.0)
+
+    async def main() -> bool:
+        with anyio.move_on_after(1.0) as scope:
+            await preloader().run(server.send, conversation, foreground=foreground(), needed=always)
+        return scope.cancelled_caught
+
+    assert run_virtual(main) and server.aborted == 1
+
+
+def test_empty_view_is_warm() -> None:
+    """Nothing to warm is complete at once."""
+    server = Server()
+
+    async def main() -> PreloadReport:
+        return await preloader().run(server.send, list, foreground=foreground(), needed=always)
+
+    assert run_virtual(main) == PreloadReport(complete=True) and server.sent == []
+
+
+def test_binding_repeats_the_agents_request() -> None:
+    """The default binding's requests carry the agent's own options, one token long."""
+    calls: list[dict[str, Any]] = []
+
+    async def main() -> PreloadReport:
+        engine = OpenAIEngine("http://127.0.0.1:9", "m")
+
+        async def complete(messages: Sequence[Message], **options: Any) -> Any:
+            calls.append(options)
+            return Reply(Usage(input_tokens=5, calls=1))
+
+        engine.complete = complete  # type: ignore[method-assign]
+        report = await engine.bind("s").preload(
+            conversation,
+            request={"temperature": 0, "tools": [1], "max_tokens": 700},
+            foreground=foreground(),
+            needed=always,
+            hurried=lambda rate: False,
+        )
+        await engine.aclose()
+        return report
+
+    assert run_virtual(main).complete
+    assert calls and all(c == {"temperature": 0, "tools": [1], "max_tokens": 1} for c in calls)
+
+
+# --- cutting
+
+CALLS = [
+    {"role": "system", "content": "s" * 10},
+    {"role": "user", "content": "u" * 10},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "x": "y" * 50}, {"id": "b"}]},
+    {"role": "tool", "tool_call_id": "a", "content": "A" * 30},
+    {"role": "tool", "tool_call_id": "b", "content": "B" * 30},
+    {"role": "assistant", "content": "done" * 5},
+]
+
+
+def test_promise_03_a_cut_prompt_is_valid() -> None:
+    """Wherever the cut falls, each call has its results, and a user's message is there."""
+    for size in range(1, 300):
+        part, _ = head(CALLS, size)
+        prompt = valid(part, CALLS)
+        assert any(m["role"] == "user" for m in prompt)
+        called = [c["id"] for m in prompt for c in m.get("tool_calls") or ()]
+        assert [m["tool_call_id"] for m in prompt if m["role"] == "tool"] == called
+        assert prompt[: len(part)] == part
+
+
+def test_parts_are_counted_and_not_cut() -> None:
+    """A message whose content is a list of parts is taken whole, and counts as its text."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x" * 900}, {"type": "image_url", "image_url": {}}]}]
+    part, size = head([*parts, {"role": "assistant", "content": "y" * 50}], 100)
+    assert part == parts and size == 900
+
+
+@given(st.lists(st.text(max_size=40), max_size=6), st.integers(1, 200), st.integers(0, 80))
+def test_heads_nest(contents: list[str], size: int, more: int) -> None:
+    """A longer head starts with the shorter one, and no head makes anything up."""
+    messages = [{"role": "user", "content": c} for c in contents]
+    short, long = head(messages, size)[0], head(messages, size + more)[0]
+    whole = "\0".join(c for c in contents)
+    a, b = ("\0".join(m["content"] for m in h) for h in (short, long))
+    assert b.startswith(a) and whole.startswith(b)
