@@ -67,7 +67,7 @@ def theirs(n: int, turns: int) -> list[float]:
     from langchain_core.messages import convert_to_messages
 
     middleware = SummarizationMiddleware(FakeListChatModel(responses=["x"]), trigger=("tokens", 10**9))
-    messages = convert_to_messages(dicts(n))
+    messages: list[Any] = convert_to_messages(dicts(n))
     runtime: Any = None
     middleware.before_model({"messages": messages}, runtime)
     samples = []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from .codec import Codec
-from .errors import InvalidOutput, MessageError, StoreError
+from .errors import InvalidOutput, MessageError, StoreError, TransformError
 from .states import Reason
 from .store import Store
 from .transforms.base import Rewrite, Transform, TransformRequest
@@ -53,6 +53,8 @@ class Plan:
     transform: Transform
     request: TransformRequest
     units: tuple[Unit, ...]
+    #: what the raw ones among the units looked like when their digests were taken
+    frozen: tuple[Any, ...]
     kept: frozenset[int]
     start: int
     end: int
@@ -66,6 +68,20 @@ class Plan:
     timeout_s: float
     #: an ``Isolate``: its messages are a sub-agent's opening, not a replacement
     opening: bool = False
+
+
+    def check_unedited(self) -> None:
+        """The messages are the caller's own, and it may have edited them in place since: what is made of the new
+        text must not be kept under the digest of the old one."""
+        raw = [u.messages[0] for u in self.units if u.edit is None]
+        if not self.request.codec.same(raw, list(self.frozen)):
+            raise Edited("messages were edited in place while the lookahead waited or ran")
+
+
+class Edited(TransformError):
+    """What was to be rewritten is not what it was any more."""
+
+    breaker_neutral = True
 
 
 @dataclass(slots=True)
@@ -102,8 +118,10 @@ class Flight:
             request = plan.request if self.raw is None else await self.raw(plan.request)
             spent = self.usage
             request = replace(request, on_usage=self._spend)
+            plan.check_unedited()
             with anyio.fail_after(plan.timeout_s):
                 rewrite = await self.executor.execute(plan.transform, request)
+            plan.check_unedited()
             self.usage = spent + rewrite.usage
             validate(request, rewrite, plan.validators)
             self.artifact = self._artifact(rewrite)
@@ -194,6 +212,8 @@ def reason_of(error: Exception) -> Reason:
         return Reason.NOT_SMALLER
     if isinstance(error, InvalidOutput):
         return Reason.INVALID_OUTPUT
+    if isinstance(error, Edited):
+        return Reason.DIGEST_MISMATCH
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
     return Reason.FAILED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MARGIN = 1.25  # a lookahead starts that much earlier than it is expected to have to
 _WEIGHT = 0.3  # of the newest sample; about the last five turns count
 
 
@@ -84,9 +85,9 @@ class Forecast:
         # The last turn before the limit cannot be used up: the commit happens at its start.
         turns = max(0.0, turns - 1)
         if self.work.value is not None and self.turn.value is not None:
-            return self.work.value > turns * self.turn.value
+            return self.work.value * _MARGIN > turns * self.turn.value
         if work is not None and self.idle.value is not None:
-            return work > turns * self.idle.value
+            return work * _MARGIN > turns * self.idle.value
         return False
 
     def growth_during(self, work: float | None) -> int:

@@ -52,6 +52,11 @@ class Foreground:
             self._open.pop(who, None)
             self._wake()
 
+    def poke(self) -> None:
+        """Let everybody who waits ask again."""
+        with self._lock:
+            self._wake()
+
     def _wake(self) -> None:
         for loop, callback in self._waiters:
             try:

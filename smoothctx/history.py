@@ -80,6 +80,10 @@ class History:
             self._truncate(messages, common)
         return Change(common, previous, self._extend(messages))
 
+    def frozen(self, index: int) -> Any:
+        """The frozen form of one message."""
+        return self._frozen[index]
+
     def unchanged(self, messages: Sequence[Any]) -> bool:
         """Is everything held still at the head of ``messages``?"""
         n = len(self._frozen)

@@ -67,7 +67,7 @@ class Launcher:
                 raise ConfigurationError(f"{', '.join(options)}: options go with a kind given by name, not with a transform")
             return kind
         own = self._session.policy.transform
-        members = [own, *getattr(own, "transforms", ())]
+        members: list[Transform] = [own, *getattr(own, "transforms", ())]
         if not options:
             for member in members:
                 if member.name == kind:
@@ -76,9 +76,10 @@ class Launcher:
         if kind not in known:
             raise ConfigurationError(f"kind={kind!r}: expected one of {', '.join(sorted(known))}, or a transform object")
         try:
-            return known[kind](**options)
+            made: Transform = known[kind](**options)
         except TypeError as error:
             raise ConfigurationError(f"schedule_transform({kind!r}): {error}") from error
+        return made
 
     def target(self, target_segments: Sequence[int]) -> Run:
         """The run that explicit segment indexes name."""
@@ -186,6 +187,7 @@ class Launcher:
             transform=transform,
             request=request,
             units=tuple(pieces),
+            frozen=tuple(history.frozen(u.start) for u in pieces if u.edit is None),
             kept=run.kept,
             start=run.start,
             end=run.end,
@@ -413,6 +415,10 @@ class Launcher:
         self._foreground.first_token(who)
         self._foreground.first_token(turn)
 
+    def foreground_poke(self) -> None:
+        """Background work that waits for the foreground asks again whether it still has to."""
+        self._foreground.poke()
+
     def foreground_end(self, who: object) -> None:
         """The turn or call is over."""
         self._foreground.end(who)
@@ -437,7 +443,7 @@ class Launcher:
             return {}
         options = dict(session.request)
         if self._binding is not None:
-            options.update(self._binding.transform_options(self._foreground))
+            options.update(self._binding.transform_options(self._foreground, session.urgent))
         return options
 
     async def _preload(self, flight: Flight, artifact: Artifact) -> bool:

@@ -403,7 +403,6 @@ class Runtime:
                 run=run,
                 on_start=lambda: None,
                 on_done=lambda outcome: never() if outcome.reason is not None else None,
-                breaker_key=name,
             )
         )
 
@@ -428,10 +427,9 @@ class Runtime:
             run=self._write_all,
             on_start=lambda: None,
             on_done=self._written,
-            breaker_key="store.write",
+            promoted=True,
         )
         self._pool.submit(work)
-        self._pool.promote(work)
 
     async def _write_all(self) -> None:
         while self._writes:

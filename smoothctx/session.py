@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -112,7 +112,7 @@ class Session:
         self.tasks: tuple[str, ...] = ()
         self._barren: tuple[str | None, int] | None = None
         self._outgrown = False  # the last result was dropped because the tail had outgrown it
-        self._said: str = ""
+        self._said: dict[str, str] = {}  # by the event's name
         self._base: list[Any] | None = None  # the last rewritten view, to recognise it as the caller's new list
         self._first_commit = True
         self._launcher = Launcher(runtime, self)
@@ -157,7 +157,8 @@ class Session:
             await self._launcher.recover()
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
-            await self._launcher.wait_for(view, self._patience(view))
+            with self._standing():
+                await self._launcher.wait_for(view, self._patience(view))
             view = self._boundary(messages, self._runtime.now() - started)
         assert not isinstance(view, LookaheadHandle)
         return view
@@ -167,10 +168,20 @@ class Session:
         started = self._runtime.now()
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
-            self._launcher.wait_for_sync(view, self._patience(view))
+            with self._standing():
+                self._launcher.wait_for_sync(view, self._patience(view))
             view = self._boundary(messages, self._runtime.now() - started)
         assert not isinstance(view, LookaheadHandle)
         return view
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """The turn waits for background work, which must not keep out of this turn's way meanwhile."""
+        self._launcher.foreground_end(self._token)
+        try:
+            yield
+        finally:
+            self._launcher.foreground_begin(self._token)
 
     # -- explicit work ---------------------------------------------------------------------------------------
 
@@ -359,6 +370,7 @@ class Session:
         if handle.state in WORKING:
             self._emit("lookahead.promoted", handle=handle.id)
             self._runtime.promote(handle.flight)
+            self._launcher.foreground_poke()
 
     def discard_handle(self, handle: LookaheadHandle, reason: Reason) -> None:
         """What ``handle.discard`` does."""
@@ -405,6 +417,10 @@ class Session:
             self._runtime.wasted(flight, reason)
             self._forget_handle(handle)
 
+    def urgent(self) -> bool:
+        """Is a turn waiting for one of this session's lookaheads?"""
+        return any(h.promoted for h in self._handles())
+
     def hurried(self, rate: float | None, artifact: Artifact) -> bool:
         """Is idle time alone too little to preload the view of ``artifact`` at ``rate`` tokens per second?"""
         with self._lock:
@@ -436,6 +452,7 @@ class Session:
 
     def _decide(self, messages: Sequence[Any], waited: float | None) -> list[Any] | LookaheadHandle:
         policy = self.policy
+        change: Change | None = None
         if waited is None:
             now = self.used_at = self._runtime.now()
             first, self._first_commit = self._first_commit, False
@@ -449,10 +466,10 @@ class Session:
             if policy.max_message_tokens is not None:
                 self._offload_entries(messages, change)
         branch = self.branch
-        self._commit_ready(messages, at_limit=False)
         if branch.fits(policy):
+            self._commit_ready(messages, at_limit=False)
             if waited is None:
-                self._consider(messages, None)
+                self._consider(messages, change)
             return self._sent(messages)
         self._commit_ready(messages, at_limit=True, how="ready" if waited is None else "promoted", waited=waited or 0.0)
         if branch.fits(policy) or policy.overrun == "raw":
@@ -478,15 +495,18 @@ class Session:
         if not tail_only and self._base is not None and not self.branch.history.unchanged(messages):
             self._rebase(messages)
         branch = self.branch  # after a rebase it is another one
-        applied_before = branch.applied
         change, lost = branch.sync(messages, tail_only=tail_only)
         if change.error is not None:
             self._say("message.unreadable", str(change.error), error=str(change.error))
+        else:
+            self._said.pop("message.unreadable", None)
         if change.diverged:
-            self._diverged(messages, lost, bool(applied_before))
+            self._diverged(messages, lost)
+        elif len(branch.history) > change.previous:
+            self._salvage(messages, branch.tokens, beyond=change.previous)  # a branch that comes back grows into it
         return change
 
-    def _diverged(self, messages: Sequence[Any], lost: Sequence[Any], had: bool) -> None:
+    def _diverged(self, messages: Sequence[Any], lost: Sequence[Any]) -> None:
         """Another branch: drop what does not match any more, apply what an earlier commit left for this one."""
         branch, policy = self.branch, self.policy
         before = branch.tokens
@@ -507,13 +527,16 @@ class Session:
         if isinstance(policy.discard, Immediate):
             for key in [k for k, a in self._artifacts.items() if not a.replacement.valid(branch.history)]:
                 del self._artifacts[key]
-        if lost or not had:
-            self._salvage(messages, before)
+        self._salvage(messages, before)
 
-    def _salvage(self, messages: Sequence[Any], before: int) -> None:
-        """Earlier commits that hold on this branch, the one that reaches furthest first."""
+    def _salvage(self, messages: Sequence[Any], before: int, beyond: int = -1) -> None:
+        """Earlier commits that hold on this branch and end behind ``beyond``, the one that reaches furthest first."""
         branch = self.branch
-        held = [a for k, a in self._artifacts.items() if k in self._committed and a.replacement.valid(branch.history)]
+        held = [
+            a
+            for k, a in self._artifacts.items()
+            if k in self._committed and a.replacement.end > beyond and a.replacement.valid(branch.history)
+        ]
         for artifact in sorted(held, key=lambda a: a.replacement.end, reverse=True):
             r = artifact.replacement
             if any(
@@ -558,7 +581,8 @@ class Session:
                     continue
                 weighed = branch.weigh(artifact, messages)
                 size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
-                if policy.over(policy.hard_limit, *size) or (policy.reached(*size) and self._recut_helps(handle)):
+                again = policy.reached(*size) and not artifact.warm and self._recut_helps(handle)
+                if policy.over(policy.hard_limit, *size) or again:
                     self._outgrown = True
                     self._drop(handle, Reason.SUPERSEDED)  # the tail outgrew it: the next run covers more
                     continue
@@ -654,6 +678,8 @@ class Session:
         if live is not None and live.state not in FINAL:
             self._launcher.grew(live, messages)
             return live
+        if change is not None and change.error is not None:
+            return None  # what stands behind an unreadable message is unknown: nothing is started for it
         branch, policy = self.branch, self.policy
         tokens = branch.tokens + policy.reserved_tokens
         if not due and not policy.reached(tokens, branch.messages):
@@ -697,7 +723,7 @@ class Session:
         tokens = self.branch.tokens + self.policy.reserved_tokens
         due = self._forecast.due(self._runtime.now(), tokens, self.policy.limit_tokens(self.policy.hard_limit))
         handle = self._launcher.launch(messages, transform, run, explicit=explicit, preload_kv=preload_kv, due=due)
-        self._said = ""
+        self._said.pop("nothing_to_rewrite", None)
         return handle
 
     # -- bookkeeping -----------------------------------------------------------------------------------------------
@@ -782,8 +808,8 @@ class Session:
     def _say(self, name: str, what: str, **data: Any) -> None:
         """An event about a condition that lasts: said once until it changes."""
         mark = f"{name}:{what}:{data.get('why', '')}"
-        if mark != self._said:
-            self._said = mark
+        if mark != self._said.get(name):
+            self._said[name] = mark
             self._emit(name, **data)
 
     def _emit(self, name: str, **data: Any) -> None:

@@ -117,13 +117,14 @@ async def test_b107_an_unknown_part_crashes_nothing() -> None:
         session = runtime.session("s", policy=make_policy(fast()))
         view = await session.commit(messages)
         assert view[-1] is odd
-        session.observe(messages)
+        assert session.observe(messages) is None
         await settle(5)
         view = await session.commit(messages)
         assert view[-1] is odd
         (event,) = events.of("message.unreadable")
         assert "messages[25].content[0]: unknown content part (type 'hologram')" in str(event.data["error"])
         messages[-1] = H("<900> better")
+        assert session.observe(messages) is not None
         await settle(5)
         assert summaries(await session.commit(messages))
 

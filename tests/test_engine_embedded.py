@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib.util
 import os
 import signal
@@ -79,7 +80,7 @@ class TestCalls:
     """On one running server."""
 
     async def test_completion_and_prefill(self, engine: EmbeddedEngine) -> None:
-        """A prefilled prompt is cached nearly whole, as the server itself reports, and the answer has a fixed length."""
+        """A prefilled prompt is cached nearly whole, as the server reports, and the answer has a fixed length."""
         cold = await engine.prefill(ASK, id_slot=0)
         assert cold.usage.cached_tokens == 0 and cold.usage.input_tokens > 100
         warm = await engine.complete(ASK, max_tokens=9, id_slot=0, **FIXED)
@@ -111,7 +112,7 @@ class TestCalls:
 
     async def test_aborted_prefill_frees_its_slot(self, engine: EmbeddedEngine) -> None:
         """A cancelled prefill stops between two batches; what it had evaluated stays."""
-        long = [{"role": "user", "content": " ".join(f"{k} words of text" for k in range(150))}]
+        long = [{"role": "user", "content": " ".join(f"{k} words of text" for k in range(60))}]
 
         async def busy() -> bool:
             return any(slot["is_processing"] for slot in await engine.get_json("/slots"))
@@ -119,14 +120,14 @@ class TestCalls:
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: engine.prefill(long, id_slot=0))
             with anyio.fail_after(60):
-                while not await busy():
+                while not await busy():  # noqa: ASYNC110  # the server tells it to those who ask
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
         with anyio.fail_after(60):
-            while await busy():
+            while await busy():  # noqa: ASYNC110  # likewise
                 await anyio.sleep(0.01)
-        short = await engine.complete([{"role": "user", "content": "hi"}], max_tokens=2, id_slot=0, **FIXED)
-        assert short.usage.output_tokens == 2
+        again = await engine.prefill(long, id_slot=0)
+        assert again.usage.cached_tokens is not None and again.usage.cached_tokens <= again.usage.input_tokens - 64
 
     async def test_slots_work_beside_each_other(self, engine: EmbeddedEngine) -> None:
         """Two calls in two slots run at once, and each slot keeps its own cache."""
@@ -270,8 +271,6 @@ def _leftovers() -> list[Path]:
 
 
 def _unused(path: Path) -> bool:
-    import fcntl
-
     try:
         held = os.open(path, os.O_RDONLY)
     except OSError:

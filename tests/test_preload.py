@@ -194,8 +194,9 @@ def test_a_turn_that_begins_aborts_the_request() -> None:
     """A request under way gives way at once, and is sent again after the turn."""
     server, view = Server(rate=100.0), conversation(turns=1)
 
-    async def main() -> tuple[PreloadReport, list[float]]:
-        front, seen = foreground(), []
+    async def main() -> tuple[PreloadReport, list[int]]:
+        front = foreground()
+        seen: list[int] = []
 
         async def agent() -> None:
             await anyio.sleep(1.0)
@@ -320,7 +321,8 @@ def test_not_needed_while_a_turn_begins_is_no_second_request() -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(agent)
-            return await preloader().run(server.send, conversation, foreground=front, needed=lambda: state["needed"])
+            report = await preloader().run(server.send, conversation, foreground=front, needed=lambda: state["needed"])
+        return report
 
     report = run_virtual(main)
     assert (report.complete, report.aborted, report.requests) == (False, 1, 0) and len(server.sent) == 1
@@ -390,7 +392,7 @@ def test_binding_repeats_the_agents_request() -> None:
 
 # --- cutting
 
-CALLS = [
+CALLS: list[Message] = [
     {"role": "system", "content": "s" * 10},
     {"role": "user", "content": "u" * 10},
     {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "x": "y" * 50}, {"id": "b"}]},
@@ -413,7 +415,9 @@ def test_promise_03_a_cut_prompt_is_valid() -> None:
 
 def test_parts_are_counted_and_not_cut() -> None:
     """A message whose content is a list of parts is taken whole, and counts as its text."""
-    parts = [{"role": "user", "content": [{"type": "text", "text": "x" * 900}, {"type": "image_url", "image_url": {}}]}]
+    parts: list[Message] = [
+        {"role": "user", "content": [{"type": "text", "text": "x" * 900}, {"type": "image_url", "image_url": {}}]}
+    ]
     part, size = head([*parts, {"role": "assistant", "content": "y" * 50}], 100)
     assert part == parts and size == 900
 

@@ -125,11 +125,11 @@ async def run(
             await anyio.sleep(settings.tool_s)  # the tool that fetches the next part
             messages.append(codec.user(ASK.format(file=chunk.file, text=chunk.text)))
             reply, turn = await _turn(k + 1, engine, session, messages, {**own, **session.request_options()}, settings, happened)  # fmt: skip
+            happened.clear()  # what happens from now on is shown with the next turn
             messages.append(reply)
             session.observe(messages)
             done.turns.append(turn)
             on_turn(turn)
-            happened.clear()
         done.session_s = time.perf_counter() - started
         await session.close()
         done.counters = runtime.counters

@@ -20,8 +20,7 @@ from . import report
 from .agent import ASK, MODES, Run, Settings, run
 from .chunks import Chunk, chunks
 
-#: what a message's frame and the turn's instruction cost beside the chunk, in tokens
-_QUICK = {"turns": 9, "context_window": 2048, "tool_s": 0.5}
+QUICK = Settings(turns=11, context_window=3584, tool_s=0.5)
 
 
 def add_parser(commands: Any) -> None:
@@ -36,7 +35,7 @@ def add_parser(commands: Any) -> None:
         ),
     )
     parser.add_argument("--path", metavar="DIR", type=Path, help="folder (or file) to read; default: smoothctx's own sources")
-    parser.add_argument("--turns", type=int, metavar="N", help="turns in each mode (default 28; 9 with --quick)")
+    parser.add_argument("--turns", type=int, metavar="N", help="turns in each mode (default 28; 11 with --quick)")
     parser.add_argument("--quick", action="store_true", help="about a minute: fewer turns, a smaller window, no percentiles")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured as JSON")
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="write a page with the plot and every turn")
@@ -46,7 +45,7 @@ def add_parser(commands: Any) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code."""
-    settings = replace(Settings(), **_QUICK) if options.quick else Settings()
+    settings = QUICK if options.quick else Settings()
     if options.turns is not None:
         if options.turns < 2:
             raise ConfigurationError(f"--turns {options.turns}: expected at least 2")

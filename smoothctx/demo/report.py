@@ -19,7 +19,7 @@ def percentile(values: Sequence[float], p: float) -> float:
     position = (len(ordered) - 1) * p
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (position - low))
 
 
 def figures(turns: Sequence[Turn], *, percentiles: bool = True) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def svg(data: dict[str, Any], *, width: int = 860, height: int = 340) -> str:
         return left + (turn - 1) * (width - left - right) / max(1, n - 1)
 
     def y(seconds: float) -> float:
-        return height - bottom - seconds * (height - top - bottom) / high
+        return float(height - bottom - seconds * (height - top - bottom) / high)
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

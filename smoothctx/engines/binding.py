@@ -21,8 +21,11 @@ class EngineBinding(Protocol):
         """Options of the agent's next call (slot, salt, priority)."""
         ...
 
-    def transform_options(self, foreground: Foreground) -> Mapping[str, Any]:
-        """Options of a summariser's call that extends the agent's cached prefix."""
+    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
+        """Options of a summariser's call that extends the agent's cached prefix.
+
+        ``urgent()`` says that a turn waits for it: it then keeps out of nobody's way.
+        """
         ...
 
     async def preload(
@@ -73,7 +76,7 @@ class Binding:
         """Nothing: the server finds the prefix itself."""
         return {}
 
-    def transform_options(self, foreground: Foreground) -> Mapping[str, Any]:
+    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
         """Nothing: the server finds the prefix itself."""
         return {}
 

@@ -59,17 +59,17 @@ class SlotBinding:
         """The agent's slot."""
         return {} if self._agent is None else {"id_slot": self._agent, "cache_prompt": True}
 
-    def transform_options(self, foreground: Foreground) -> Mapping[str, Any]:
+    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
         """Run the summariser in the spare slot, on a copy of the agent's cache (``engine.stream`` understands it)."""
-        return {"lookahead": lambda: self._aligned(foreground)}
+        return {"lookahead": lambda: self._aligned(foreground, urgent)}
 
     @asynccontextmanager
-    async def _aligned(self, foreground: Foreground) -> AsyncGenerator[Mapping[str, Any]]:
+    async def _aligned(self, foreground: Foreground, urgent: Callable[[], bool]) -> AsyncGenerator[Mapping[str, Any]]:
         spare = self._take_spare()
         if spare is None or self._agent is None:
             yield {}
             return
-        await foreground.wait_idle()
+        await foreground.wait_until(lambda: not foreground.busy or urgent())
         self._preloaded = False
         try:
             await self._engine.post_json(f"/slots/{self._agent}?action=save", {"filename": self._file})

@@ -27,6 +27,9 @@ class Validator(Protocol):
 class NotSmaller(InvalidOutput):
     """The result does not save (enough) tokens."""
 
+    #: it says nothing against the transform or its model
+    breaker_neutral = True
+
 
 def not_empty(request: TransformRequest, rewrite: Rewrite) -> None:
     """The model's own text says something, before facts are added."""
