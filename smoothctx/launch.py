@@ -51,6 +51,7 @@ class Launcher:
         self._latest: list[Any] = []
         self._index: list[str] = []
         self._rewarming = False
+        self._preloading = ""  # the artifact whose view the engine is warming, or has warmed
         #: rewrite mode: how many messages the rewritten head has, its digest, and the store key of its raw form
         self.archived: tuple[int, bytes, str] | None = None
         self._last_raw: list[Any] = []
@@ -85,8 +86,8 @@ class Launcher:
         """The run that explicit segment indexes name."""
         history = self._session.branch.history
         segments = history.segmenter.segments
-        wanted = list(target_segments)
-        what = f"target_segments={wanted!r}"
+        what = f"target_segments={target_segments!r}"
+        wanted: Any = list(target_segments) if isinstance(target_segments, Sequence | range) else []
         if not wanted or any(isinstance(k, bool) or not isinstance(k, int) for k in wanted):
             raise ConfigurationError(f"{what}: expected a contiguous run of indexes into smoothctx.segments(messages)")
         if wanted != list(range(wanted[0], wanted[0] + len(wanted))):
@@ -450,6 +451,7 @@ class Launcher:
         session = self._session
         if self._binding is None:
             return False
+        self._preloading = artifact.key
 
         def view() -> list[dict[str, Any]]:
             shown = session.preview(artifact, self._latest)
@@ -494,15 +496,19 @@ class Launcher:
 
             self._runtime.background(f"preload:{self._session.id}", again, self._session, never)
 
-    def committed(self, *, warm: bool) -> None:
-        """The view of the last preload is what the agent sends from now on."""
-        if self._binding is not None:
-            self._binding.committed(warm)
+    def committed(self, artifact: Artifact) -> None:
+        """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
+        if self._binding is not None and self._preloading == artifact.key:
+            self._preloading = ""
+            self._binding.committed(artifact.warm)
+            self._foreground.poke()
 
-    def discarded(self) -> None:
-        """A preloaded view will not be sent."""
-        if self._binding is not None:
+    def discarded(self, key: str) -> None:
+        """If this artifact was preloaded (or its summary was being written), its slot is free again."""
+        if self._binding is not None and self._preloading in ("", key) and not self._session.working():
+            self._preloading = ""
             self._binding.discarded()
+            self._foreground.poke()
 
     def close(self) -> None:
         """Give the engine's slots back."""

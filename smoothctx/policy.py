@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigurationError
@@ -124,6 +124,8 @@ class Policy:
             _positive("max_message_tokens", self.max_message_tokens)
         if self.token_counter is not None and not callable(self.token_counter):
             raise ConfigurationError(f"token_counter={self.token_counter!r}: expected a callable(list) -> int")
+        if not isinstance(self.validators, list | tuple):
+            raise ConfigurationError(f"validators={self.validators!r}: expected a list of callables (request, rewrite)")
         for validator in self.validators:
             if not callable(validator):
                 raise ConfigurationError(f"validators={validator!r}: expected callables (request, rewrite)")
@@ -131,7 +133,8 @@ class Policy:
 
     def _triggers(self) -> tuple[Size, ...]:
         given: Any = self.trigger
-        sizes = given if isinstance(given, list) or (given and isinstance(given[0], list | tuple)) else [given]
+        several = isinstance(given, list) or (isinstance(given, tuple) and given and isinstance(given[0], list | tuple))
+        sizes = given if several else [given]
         if not sizes:
             raise ConfigurationError("trigger=[]: expected at least one size")
         return tuple(self._size("trigger", size) for size in sizes)
@@ -153,10 +156,18 @@ class Policy:
             start = self.limit_tokens(trigger)
             if start is not None and hard is not None and start > hard:
                 raise ConfigurationError(f"trigger={trigger!r}: must not lie above hard_limit={self.hard_limit!r}")
+        for option, size in (("land_at", self.land_at), *(("trigger", t) for t in self.triggers)):
+            if size[0] == self.hard_limit[0] == "messages" and size[1] > self.hard_limit[1] - (option == "land_at"):
+                where = "must lie below" if option == "land_at" else "must not lie above"
+                raise ConfigurationError(f"{option}={size!r}: {where} hard_limit={self.hard_limit!r}")
         if hard is not None and self.reserved_tokens >= hard:
             raise ConfigurationError(
                 f"reserved_tokens={self.reserved_tokens!r}: must leave room under hard_limit={self.hard_limit!r}"
             )
+
+    def same_as(self, other: Policy) -> bool:
+        """Do both say the same? Transforms are compared by their fingerprints; one without is only itself."""
+        return all(_alike(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     @property
     def triggers(self) -> tuple[Size, ...]:
@@ -184,6 +195,13 @@ class Policy:
             if (messages >= size[1]) if limit is None else (tokens >= limit):
                 return True
         return False
+
+
+def _alike(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    prints = getattr(left, "fingerprint", None), getattr(right, "fingerprint", None)
+    return prints[0] == prints[1] if None not in prints else bool(left == right)
 
 
 def _positive(option: str, value: Any) -> None:

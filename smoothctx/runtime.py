@@ -73,6 +73,10 @@ class Runtime:
                 raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least 1")
         if isinstance(session_ttl, bool) or not isinstance(session_ttl, int | float) or session_ttl <= 0:
             raise ConfigurationError(f"session_ttl={session_ttl!r}: expected seconds above 0")
+        if store is not None and not all(callable(getattr(store, m, None)) for m in ("get", "put", "delete")):
+            raise ConfigurationError(f"store={store!r}: expected a Store (async get, put, delete), or None")
+        if clock is not None and not callable(clock):
+            raise ConfigurationError(f"clock={clock!r}: expected a callable() -> seconds")
         if on_event is not None and not callable(on_event):
             raise ConfigurationError(f"on_event={on_event!r}: expected a callable(Event)")
         if executor is not None and not callable(getattr(executor, "execute", None)):
@@ -188,13 +192,19 @@ class Runtime:
             raise ConfigurationError(f"policy={policy!r}: expected a Policy")
         if not isinstance(tenant, str) or not tenant:
             raise ConfigurationError(f"tenant={tenant!r}: expected a string that is not empty")
+        if codec is not None and not all(callable(getattr(codec, m, None)) for m in ("check", "role", "visible", "summary")):
+            raise ConfigurationError(f"codec={codec!r}: expected a Codec, such as OpenAIMessages()")
+        if parent is not None and not isinstance(parent, Session):
+            raise ConfigurationError(f"parent={parent!r}: expected the Session whose sub-agent this is, or None")
+        if request is not None and not isinstance(request, Mapping):
+            raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
         with self._lock:
             if self._closed or not self._open:
                 raise ClosedError("the Runtime is not open: use 'async with Runtime() as runtime' or Runtime.in_thread()")
             key = (tenant, session_id)
             found = self._sessions.get(key)
             if found is not None and not found.closed:
-                if found.policy is not policy and found.policy != policy:
+                if not found.policy.same_as(policy):
                     raise ConfigurationError(
                         f"session {session_id!r} is open with another policy: close it first, or use another id"
                     )
@@ -227,6 +237,8 @@ class Runtime:
         """
         if not callable(fn):
             raise ConfigurationError(f"wrap({fn!r}): expected an async function of the messages")
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
 
         @functools.wraps(fn)
         async def call(messages: list[Any], *args: Any, session: str = "default", **kwargs: Any) -> Any:

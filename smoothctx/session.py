@@ -242,6 +242,8 @@ class Session:
 
     def live_tasks(self, names: Sequence[str]) -> None:
         """Name the tasks (such as running sub-agents) that a summary must list word for word."""
+        if isinstance(names, str) or not all(isinstance(n, str) and n.strip() for n in names):
+            raise ConfigurationError(f"live_tasks({names!r}): expected a list of names, none of them empty")
         with self._lock:
             self.tasks = tuple(names)
 
@@ -417,6 +419,10 @@ class Session:
             self._runtime.wasted(flight, reason)
             self._forget_handle(handle)
 
+    def working(self) -> bool:
+        """Is any lookahead of this session under way or waiting to be committed?"""
+        return bool(self._handles())
+
     def urgent(self) -> bool:
         """Is a turn waiting for one of this session's lookaheads?"""
         return any(h.promoted for h in self._handles())
@@ -539,9 +545,10 @@ class Session:
         ]
         for artifact in sorted(held, key=lambda a: a.replacement.end, reverse=True):
             r = artifact.replacement
-            if any(
-                o.artifact.replacement.start < r.end and r.start < o.artifact.replacement.end for o in branch.applied
-            ):
+            shown = [o.artifact.replacement for o in branch.applied]
+            if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
+                continue  # what is in the view reaches as far
+            if branch.refusal(artifact) is not None:
                 continue
             branch.apply(artifact, messages)
             self._runtime.count("salvaged")
@@ -615,7 +622,7 @@ class Session:
         self._remember(artifact)
         self._committed.add(artifact.key)
         handle.move(HandleState.COMMITTED)
-        self._launcher.committed(warm=artifact.warm)
+        self._launcher.committed(artifact)
         self._launcher.save(artifact, committed=True)
         handle.receipt = self._receipt(artifact, how, before, waited, handle)
         self._account(handle)
@@ -752,7 +759,7 @@ class Session:
     def _drop(self, handle: LookaheadHandle, reason: Reason) -> None:
         if handle.move(HandleState.DISCARDED, reason):
             self._emit("lookahead.discarded", handle=handle.id, reason=str(reason))
-            self._launcher.discarded()
+            self._launcher.discarded(handle.flight.plan.key)
             self._runtime.leave(handle.flight, handle, reason)
         self._forget_handle(handle)
 

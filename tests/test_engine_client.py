@@ -441,7 +441,7 @@ async def test_odd_choices_do_not_break_the_reader() -> None:
 
 async def test_endless_line_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body without newlines ends as an error and not as memory."""
-    monkeypatch.setattr("smoothctx.engines.client._LINE", 1000)
+    monkeypatch.setattr("smoothctx.engines.wire._LINE", 1000)
     error = await failure(stream(b"x" * 5000, cut=700))
     assert type(error) is EngineProtocolError and "without a newline" in str(error)
 

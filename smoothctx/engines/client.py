@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,28 +18,12 @@ from typing import Any
 import anyio
 import httpx
 
-from ..errors import (
-    ClosedError,
-    ConfigurationError,
-    EngineError,
-    EngineOverloaded,
-    EngineProtocolError,
-    EngineRefused,
-    EngineUnreachable,
-    MessageError,
-)
+from ..errors import ClosedError, ConfigurationError, EngineError, EngineProtocolError, EngineUnreachable, MessageError
 from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
 from .binding import Binding, EngineBinding
+from .wire import DONE, dicts, error_text, is_url, raise_for_status, read_events, read_usage, shown, unreachable
 
-#: HTTP statuses after which the same request may work later
-_RETRYABLE = frozenset({408, 409, 425, 429})
-#: bytes of a server's error text that are shown
-_ERROR_TEXT = 500
-#: what to do about a refusal
-_HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}
-#: bytes of a stream without a newline after which it is garbage
-_LINE = 16 * 1024 * 1024
 #: seconds that a server gets to end its answer after the last event, so that the connection can be used again
 _END_S = 0.1
 #: options that ``prefill`` sets by itself
@@ -114,14 +97,14 @@ class Stream:
         ttft: float | None = None
         tools = ended = answered = False
         async for event in self._events:
-            if event is _DONE:
+            if event is DONE:
                 ended = True
                 break
             if event.get("error"):
-                raise EngineProtocolError(f"{self._url}: the server reported an error in the stream: {_message(event)}")
+                raise EngineProtocolError(f"{self._url}: the server reported an error in the stream: {error_text(event)}")
             if isinstance(event.get("usage"), dict):
                 usage = read_usage(event["usage"])
-            for choice in _dicts(event.get("choices")):
+            for choice in dicts(event.get("choices")):
                 answered = True
                 delta = choice.get("delta")
                 delta = delta if isinstance(delta, dict) else {}
@@ -161,7 +144,7 @@ class Stream:
                 pass  # the answer is whole
 
     def _estimate(self, text: str) -> Usage:
-        tokens = sum(count_text(_shown(m)) + MESSAGE_TOKENS for m in self._prompt)
+        tokens = sum(count_text(shown(m)) + MESSAGE_TOKENS for m in self._prompt)
         return Usage(input_tokens=tokens, output_tokens=count_text(text), calls=1, estimated=True)
 
     async def drain(self) -> Completion:
@@ -200,7 +183,7 @@ class OpenAIEngine:
         client: httpx.AsyncClient | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(base_url, str) or not _is_url(base_url):
+        if not isinstance(base_url, str) or not is_url(base_url):
             raise ConfigurationError(f"base_url={base_url!r}: expected http://host:port or https://host, /v1 or not")
         if not isinstance(model, str) or not model:
             raise ConfigurationError(f"model={model!r}: expected the model's name as the server knows it")
@@ -265,7 +248,7 @@ class OpenAIEngine:
                 body["max_tokens"] = max_tokens
             started = self._now()  # a server may send even its headers with the first token only
             async with self._post("/v1/chat/completions", body) as response:
-                async with aclosing(_events(response, self.url)) as events:
+                async with aclosing(read_events(response, self.url)) as events:
                     yield Stream(events, self._now, self.url, self.rates, started=started, prompt=messages)
 
     async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
@@ -288,8 +271,8 @@ class OpenAIEngine:
         try:
             response = await self._http().get(f"{self.root}{path}", headers=self._headers)
         except httpx.HTTPError as error:
-            raise _unreachable(self.url, error) from error
-        _raise_for_status(self.url, response.status_code, response.text, response.headers)
+            raise unreachable(self.url, error) from error
+        raise_for_status(self.url, response.status_code, response.text, response.headers)
         try:
             return response.json()
         except (ValueError, RecursionError) as error:
@@ -307,7 +290,7 @@ class OpenAIEngine:
             except (ValueError, RecursionError) as error:
                 raise EngineProtocolError(f"{self.root}{path}: the answer is not JSON") from error
             except httpx.HTTPError as error:
-                raise _unreachable(self.url, error) from error
+                raise unreachable(self.url, error) from error
 
     def bind(self, session_id: str) -> EngineBinding:
         """One session's relation to this engine (preload, options of its calls)."""
@@ -365,14 +348,14 @@ class OpenAIEngine:
         try:
             response = await client.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise _unreachable(self.url, error) from error
+            raise unreachable(self.url, error) from error
         try:
             if response.status_code != 200:
                 try:
                     text = (await response.aread()).decode("utf-8", "replace")
                 except httpx.HTTPError:
                     text = ""
-                _raise_for_status(self.url, response.status_code, text, response.headers)
+                raise_for_status(self.url, response.status_code, text, response.headers)
             yield response
         finally:
             await response.aclose()
@@ -387,122 +370,3 @@ async def _lookahead(options: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, 
         return
     async with prepare() as own:
         yield {**{k: v for k, v in options.items() if k != "lookahead"}, **own}
-
-
-async def _events(response: httpx.Response, url: str) -> AsyncGenerator[dict[str, Any]]:
-    """Server-sent events with JSON data; ``_DONE`` is one of them.
-
-    Lines are cut at newlines only: httpx's own line reader also cuts at characters such as U+2028, which may
-    stand unescaped inside a JSON string.
-    """
-    buffer = b""
-    try:
-        async for data in response.aiter_bytes():
-            *lines, buffer = (buffer + data).split(b"\n")
-            if len(buffer) > _LINE:
-                raise EngineProtocolError(f"{url}: the stream is not one of events: {_LINE} bytes without a newline")
-            for line in lines:
-                event = _event(line, url)
-                if event is not None:
-                    yield event
-    except httpx.HTTPError as error:
-        raise _unreachable(url, error) from error
-    event = _event(buffer, url)
-    if event is not None:
-        yield event
-
-
-_DONE: dict[str, Any] = {}
-
-
-def _event(line: bytes, url: str) -> dict[str, Any] | None:
-    line = line.strip()
-    if line.startswith(b"error:"):
-        line = b"data:" + line[6:]
-    if not line.startswith(b"data:"):
-        return None
-    data = line[5:].strip()
-    if not data:
-        return None
-    if data == b"[DONE]":
-        return _DONE
-    try:
-        event = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise EngineProtocolError(f"{url}: the stream is not JSON: {data[:80]!r}") from error
-    if not isinstance(event, dict):
-        raise EngineProtocolError(f"{url}: expected JSON objects in the stream, got {data[:80]!r}")
-    return event
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
-
-
-def _is_url(text: str) -> bool:
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
-        return False
-    return url.scheme in ("http", "https") and bool(url.host) and not url.query and not url.fragment
-
-
-def _shown(message: Mapping[str, Any]) -> str:
-    """What a message adds to a prompt, roughly: for estimates where the server counts nothing."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else [str(p.get("text") or "") for p in _dicts(content)]
-    calls = message.get("tool_calls")
-    return "".join(parts) + (str(calls) if calls else "")
-
-
-def read_usage(usage: Mapping[str, Any]) -> Usage:
-    """OpenAI usage as ours; cached tokens only where the server reported them."""
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return Usage(
-        input_tokens=_count(usage.get("prompt_tokens")) or 0,
-        output_tokens=_count(usage.get("completion_tokens")) or 0,
-        cached_tokens=_count(cached),
-        calls=1,
-    )
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _message(body: Any) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict):
-        return str(error.get("message", error))[:_ERROR_TEXT]
-    return str(error if error is not None else body)[:_ERROR_TEXT]
-
-
-def _raise_for_status(url: str, status: int, text: str, headers: Mapping[str, str]) -> None:
-    if status < 400:
-        if status != 200:
-            raise EngineProtocolError(f"{url}: HTTP {status} where 200 was expected: check the URL", status=status)
-        return
-    try:
-        said = _message(json.loads(text))
-    except (ValueError, RecursionError):
-        said = text.strip()[:_ERROR_TEXT]
-    what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
-    if status in _RETRYABLE or status >= 500:
-        raise EngineOverloaded(what, status=status, retry_after_s=_retry_after(headers))
-    raise EngineRefused(what + _HINTS.get(status, ""), status=status)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
-    what = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return EngineUnreachable(f"cannot connect to {url} ({what}): is the server running there?")
-    return EngineUnreachable(f"{url}: the connection broke or timed out ({what})")

@@ -10,10 +10,10 @@ preload is one request, aborted when a turn begins and sent again afterwards, wh
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError
@@ -48,7 +48,6 @@ class SlotBinding:
     def __init__(self, engine: OpenAIEngine, table: SlotTable, session_id: str) -> None:
         self._engine = engine
         self._table = table
-        self._file = hashlib.blake2b(session_id.encode(), digest_size=12).hexdigest() + ".bin"
         self._agent = table.take()
         self._spare: int | None = None
         self._preloaded = False  # the spare slot holds (part of) the view of the present lookahead
@@ -71,9 +70,10 @@ class SlotBinding:
             return
         await foreground.wait_until(lambda: not foreground.busy or urgent())
         self._preloaded = False
+        file = {"filename": f"to-slot-{spare}.bin"}  # overwritten by the next copy: no more files than slots
         try:
-            await self._engine.post_json(f"/slots/{self._agent}?action=save", {"filename": self._file})
-            await self._engine.post_json(f"/slots/{spare}?action=restore", {"filename": self._file})
+            await self._engine.post_json(f"/slots/{self._agent}?action=save", file)
+            await self._engine.post_json(f"/slots/{spare}?action=restore", file)
         except EngineError:
             pass  # without the copy the prompt is evaluated anew: slower, never wrong
         yield {"id_slot": spare, "cache_prompt": True}
@@ -106,10 +106,8 @@ class SlotBinding:
             messages = view()
             self._preloaded = True
             started = time.perf_counter()
-            reply = await foreground.unless(
-                lambda: foreground.prefilling or not needed(),
-                lambda: self._engine.prefill(messages, **{**request, "id_slot": spare, "cache_prompt": True}),
-            )
+            send = partial(self._engine.prefill, messages, **{**request, "id_slot": spare, "cache_prompt": True})
+            reply = await foreground.unless(lambda: foreground.prefilling or not needed(), send)
             if reply is None:
                 aborted += 1
                 continue

@@ -126,7 +126,7 @@ def check_size(option: str, value: Any, kinds: tuple[str, ...] = ("fraction", "t
     if not (isinstance(value, tuple | list) and len(value) == 2 and value[0] in kinds):
         raise ConfigurationError(f"{option}={value!r}: expected {allowed}")
     kind, n = value
-    if isinstance(n, bool) or not isinstance(n, int | float) or not n >= 0:
+    if isinstance(n, bool) or not isinstance(n, int | float) or not 0 <= n < float("inf"):
         raise ConfigurationError(f"{option}={value!r}: the size must be a number >= 0")
     if kind == "fraction" and not 0 < n <= 1:
         raise ConfigurationError(f"{option}={value!r}: a fraction lies above 0 and at most 1")

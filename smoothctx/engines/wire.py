@@ -1,0 +1,145 @@
+"""The wire: what OpenAI-compatible servers send, read into ours; every fault becomes an ``EngineError``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import httpx
+
+from ..errors import EngineError, EngineOverloaded, EngineProtocolError, EngineRefused, EngineUnreachable
+from ..usage import Usage
+
+#: HTTP statuses after which the same request may work later
+_RETRYABLE = frozenset({408, 409, 425, 429})
+#: bytes of a server's error text that are shown
+_ERROR_TEXT = 500
+#: what to do about a refusal
+_HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}
+#: bytes of a stream without a newline after which it is garbage
+_LINE = 16 * 1024 * 1024
+#: the event that ends a stream
+DONE: dict[str, Any] = {}
+
+
+async def read_events(response: httpx.Response, url: str) -> AsyncGenerator[dict[str, Any]]:
+    """Server-sent events with JSON data; ``DONE`` is one of them.
+
+    Lines are cut at newlines only: httpx's own line reader also cuts at characters such as U+2028, which may
+    stand unescaped inside a JSON string.
+    """
+    buffer = b""
+    try:
+        async for data in response.aiter_bytes():
+            *lines, buffer = (buffer + data).split(b"\n")
+            if len(buffer) > _LINE:
+                raise EngineProtocolError(f"{url}: the stream is not one of events: {_LINE} bytes without a newline")
+            for line in lines:
+                event = _event(line, url)
+                if event is not None:
+                    yield event
+    except httpx.HTTPError as error:
+        raise unreachable(url, error) from error
+    event = _event(buffer, url)
+    if event is not None:
+        yield event
+
+
+def _event(line: bytes, url: str) -> dict[str, Any] | None:
+    line = line.strip()
+    if line.startswith(b"error:"):
+        line = b"data:" + line[6:]
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if not data:
+        return None
+    if data == b"[DONE]":
+        return DONE
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise EngineProtocolError(f"{url}: the stream is not JSON: {data[:80]!r}") from error
+    if not isinstance(event, dict):
+        raise EngineProtocolError(f"{url}: expected JSON objects in the stream, got {data[:80]!r}")
+    return event
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The dicts of what should be a list of dicts."""
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
+
+
+def is_url(text: str) -> bool:
+    """Is this the address of a server?"""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host) and not url.query and not url.fragment
+
+
+def shown(message: Mapping[str, Any]) -> str:
+    """What a message adds to a prompt, roughly: for estimates where the server counts nothing."""
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else [str(p.get("text") or "") for p in dicts(content)]
+    calls = message.get("tool_calls")
+    return "".join(parts) + (str(calls) if calls else "")
+
+
+def read_usage(usage: Mapping[str, Any]) -> Usage:
+    """OpenAI usage as ours; cached tokens only where the server reported them."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        input_tokens=_count(usage.get("prompt_tokens")) or 0,
+        output_tokens=_count(usage.get("completion_tokens")) or 0,
+        cached_tokens=_count(cached),
+        calls=1,
+    )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def error_text(body: Any) -> str:
+    """What the server says about the error, cut short."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        return str(error.get("message", error))[:_ERROR_TEXT]
+    return str(error if error is not None else body)[:_ERROR_TEXT]
+
+
+def raise_for_status(url: str, status: int, text: str, headers: Mapping[str, str]) -> None:
+    """Raise the ``EngineError`` of an HTTP status; nothing for 200."""
+    if status < 400:
+        if status != 200:
+            raise EngineProtocolError(f"{url}: HTTP {status} where 200 was expected: check the URL", status=status)
+        return
+    try:
+        said = error_text(json.loads(text))
+    except (ValueError, RecursionError):
+        said = text.strip()[:_ERROR_TEXT]
+    what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
+    if status in _RETRYABLE or status >= 500:
+        raise EngineOverloaded(what, status=status, retry_after_s=_retry_after(headers))
+    raise EngineRefused(what + _HINTS.get(status, ""), status=status)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    try:
+        seconds = float(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def unreachable(url: str, error: httpx.HTTPError) -> EngineError:
+    """A transport error as ours."""
+    what = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return EngineUnreachable(f"cannot connect to {url} ({what}): is the server running there?")
+    return EngineUnreachable(f"{url}: the connection broke or timed out ({what})")
