@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers import Events, FakeSummarizer, make_runtime, problems, settle, summaries
-
 from smoothctx import KeepRecent, Policy, Session, Summarize
 
 
@@ -91,7 +90,9 @@ async def feed(session: Session, messages: Sequence[Any], *, every: bool = True,
 
 def rewritten(turns: Sequence[Turn]) -> list[Turn]:
     """The turns whose view differs from what was held."""
-    return [t for t in turns if len(t.view) != len(t.held) or any(a is not b for a, b in zip(t.held, t.view, strict=True))]
+    return [
+        t for t in turns if len(t.view) != len(t.held) or any(a is not b for a, b in zip(t.held, t.view, strict=True))
+    ]
 
 
 def summarised(turns: Sequence[Turn]) -> list[Turn]:

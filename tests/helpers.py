@@ -139,7 +139,7 @@ class FakeSummarizer:
     """A model that writes down the marks it was given.
 
     ``mode``: ``"answer"`` (after ``delay`` seconds), ``"hold"`` (until ``release`` is set), ``"fail"``,
-    ``"hang"`` (for ever), ``"stubborn"`` (for ever, cancellation refused), ``"garbage"`` (not a text),
+    ``"hang"`` (for ever), ``"stubborn"`` (goes on for a day when it is cancelled), ``"garbage"`` (not a text),
     ``"empty"``, ``"long"`` (longer than what it was given), ``"cancel"`` (raises ``CancelledError`` by itself).
     ``started`` is set with every call; ``inputs`` has what each call was given.
     """
@@ -181,9 +181,9 @@ class FakeSummarizer:
         elif mode == "hang":
             await asyncio.sleep(1e9)
         elif mode == "stubborn":
-            while True:
+            for seconds in (1e9, 1e5):  # ends at last, or the loop itself could not be closed
                 try:
-                    await asyncio.sleep(1e9)
+                    await asyncio.sleep(seconds)
                 except asyncio.CancelledError:
                     self.cancelled += 1
         elif self.delay:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from driving import fast
 from helpers import (
     A,
@@ -25,7 +26,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import (
     Chain,
     ClosedError,
@@ -225,7 +225,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: policy(validators=5), "validators=5: expected a list of callables"),
     (lambda: policy(validators=[5]), "validators=5: expected callables (request, rewrite)"),
     (lambda: Salvage(ttl=0), "Salvage(ttl)=0: expected a number above 0"),
-    (lambda: Salvage(ttl="1h"), "Salvage(ttl)='1h': expected a number above 0"),
+    (lambda: Salvage(ttl="1h"), "Salvage(ttl)='1h': expected a number above 0"),  # type: ignore[arg-type]
     (lambda: Salvage(max_bytes=-1), "Salvage(max_bytes)=-1: expected a number above 0"),
     (lambda: Runtime(concurrency=0), "concurrency=0: expected a whole number of at least 1"),
     (lambda: Runtime(concurrency=True), "concurrency=True: expected a whole number of at least 1"),

@@ -10,9 +10,24 @@ import json
 from typing import Any
 
 import pytest
-from driving import fast
-from helpers import A, Events, FakeSummarizer, H, Message, S, T, chat, make_policy, make_runtime, settle, summaries, valid_request, virtual
 
+from driving import fast
+from helpers import (
+    A,
+    Events,
+    FakeSummarizer,
+    H,
+    Message,
+    S,
+    T,
+    chat,
+    make_policy,
+    make_runtime,
+    settle,
+    summaries,
+    valid_request,
+    virtual,
+)
 from smoothctx import ConfigurationError, OpenAIMessages, Policy, Summarize
 
 CODEC = OpenAIMessages()
@@ -65,7 +80,14 @@ async def test_b104_without_usage_the_estimate_triggers() -> None:
 async def test_b100_a_picture_does_not_trigger() -> None:
     """One image of 400 KB is a fixed cost, not 100,000 tokens."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 100_000}}
-    messages = [S(), H("q"), A("a"), {"role": "user", "content": [{"type": "text", "text": "look"}, image]}, A("a"), H("q")]
+    messages = [
+        S(),
+        H("q"),
+        A("a"),
+        {"role": "user", "content": [{"type": "text", "text": "look"}, image]},
+        A("a"),
+        H("q"),
+    ]
     assert not await starts(messages, window=4000, keep=2)
     assert CODEC.estimate(messages[3]) < 2000
 
@@ -95,7 +117,9 @@ async def test_b106_a_small_window_is_respected() -> None:
     """A window of 32k: started at 60 %, never sent above 85 %."""
     messages: list[Message] = [S()]
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=Policy(Summarize(fast(), facts=False, max_tokens=500), context_window=32_000))
+        session = runtime.session(
+            "s", policy=Policy(Summarize(fast(), facts=False, max_tokens=500), context_window=32_000)
+        )
         for k in range(60):
             messages.append(H(f"<{2 * k}>", size=500))
             view = await session.commit(messages)

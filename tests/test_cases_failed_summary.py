@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import pytest
+
 from driving import drive, fast, small_policy
 from helpers import (
     A,
@@ -30,7 +31,6 @@ from helpers import (
     valid_request,
     virtual,
 )
-
 from smoothctx import EngineOverloaded, HandleState, OpenAIMessages, Reason
 from smoothctx.transforms.model import ModelReply
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
+
 from driving import drive, fast, small_policy
 from helpers import (
     A,
@@ -34,7 +35,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, OpenAIMessages, Reason, Usage
 
 CODEC = OpenAIMessages()

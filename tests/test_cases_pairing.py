@@ -15,26 +15,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
+
 from driving import Turn, check, drive, fast, feed, kinds, rewritten, small_policy, summarised
 from helpers import (
     CODEC,
-    FakeSummarizer,
     A,
+    FakeSummarizer,
     H,
     Message,
     S,
     T,
     make_runtime,
-    run_virtual,
     same_objects,
     settle,
     summaries,
     valid_request,
     virtual,
 )
-from hypothesis import given, settings, strategies as st
-
 from smoothctx import KeepRecent, Policy, Summarize
+from virtual import run_virtual
 
 BIG = 150  # tokens: a rewrite of one message pays
 
@@ -123,7 +123,9 @@ async def test_pairs_are_cut_whole_and_the_view_is_rewritten(name: str) -> None:
 @virtual
 async def test_dropping_by_the_fallback_is_as_careful(name: str) -> None:
     """The same with no model at all: whole segments go, and what is sent is valid."""
-    policy = small_policy(FakeSummarizer("fail"), overrun="fallback", hard_limit=("messages", 4), land_at=("messages", 3))
+    policy = small_policy(
+        FakeSummarizer("fail"), overrun="fallback", hard_limit=("messages", 4), land_at=("messages", 3)
+    )
     last = (await drive(HISTORIES[name], policy))[-1]
     assert not summaries(last.view)
     assert valid_request(last.view)
@@ -150,7 +152,9 @@ async def test_b14_a_call_that_waits_for_a_person_pins_everything_from_it_on() -
     policy = small_policy(fast(), hard_limit=("messages", 8), overrun="fallback")
     turns = await drive(messages, policy)
     call = messages[5]
-    waiting = [t for t in turns if any(m is call for m in t.held) and messages[16] is not t.held[-1] and len(t.held) < 17]
+    waiting = [
+        t for t in turns if any(m is call for m in t.held) and messages[16] is not t.held[-1] and len(t.held) < 17
+    ]
     assert waiting
     for turn in waiting:
         k = next(i for i, m in enumerate(turn.view) if m is call)

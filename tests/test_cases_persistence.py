@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import smoothctx.launch
 from driving import fast, feed
 from helpers import (
     A,
@@ -36,8 +38,6 @@ from helpers import (
     valid_request,
     virtual,
 )
-
-import smoothctx.launch
 from smoothctx import FolderStore, HandleState, Runtime, Summarize
 from smoothctx.codec import OpenAIMessages
 from smoothctx.errors import StoreError
@@ -266,7 +266,9 @@ async def test_a_store_in_trouble_never_blocks_or_corrupts_the_first_turn(mode: 
             assert events.of("store.error")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "wrong range", "other codec", "version", "not json", "edits", "message"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "wrong range", "other codec", "version", "not json", "edits", "message"]
+)
 def test_b90_b136_stored_records_round_trip_and_damage_is_refused(damage: str) -> None:
     """An artifact is a plain record: it comes back typed and equal, and a damaged one is an error, never a view."""
 

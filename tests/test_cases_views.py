@@ -14,10 +14,10 @@ Rows of these classes that are not here:
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import anyio
 import pytest
+
 from driving import check, drive, fast, feed, small_policy, summarised
 from helpers import (
     A,
@@ -37,7 +37,6 @@ from helpers import (
     valid_request,
     virtual,
 )
-
 from smoothctx import (
     ConfigurationError,
     HandleState,
@@ -135,7 +134,9 @@ async def test_b93_compacting_twice_leaves_one_leading_user_summary() -> None:
 async def test_a_history_that_opens_with_the_assistant_gets_a_stub_or_a_summary_in_front() -> None:
     """A greeting of the assistant's is allowed raw; once rewritten, a user message stands first."""
     messages = [S(), a(0), h(1), a(2), h(3), a(4), h(5)]
-    policy = small_policy(FakeSummarizer("fail"), overrun="fallback", hard_limit=("messages", 5), land_at=("messages", 4))
+    policy = small_policy(
+        FakeSummarizer("fail"), overrun="fallback", hard_limit=("messages", 5), land_at=("messages", 4)
+    )
     for turn in await drive(messages, policy):
         if turn.rewrote:
             assert turn.view[1]["role"] == "user"

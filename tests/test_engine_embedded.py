@@ -39,7 +39,7 @@ FIXED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 def server() -> Generator[EmbeddedEngine]:
     """One engine for the module; every test connects on a loop of its own."""
     with asyncio.Runner() as runner:
-        engine = EmbeddedEngine(find_weights(), context_window=1024, slots=2, start_timeout_s=LOAD_S)
+        engine = EmbeddedEngine(find_weights(), context_window=2048, slots=2, start_timeout_s=LOAD_S)
         runner.run(engine.start())
         runner.run(engine.disconnect())
         yield engine
@@ -111,8 +111,8 @@ class TestCalls:
         assert 20 < await engine.count_tokens("hello world " * 20) <= 60
 
     async def test_aborted_prefill_frees_its_slot(self, engine: EmbeddedEngine) -> None:
-        """A cancelled prefill stops between two batches; what it had evaluated stays."""
-        long = [{"role": "user", "content": " ".join(f"{k} words of text" for k in range(60))}]
+        """A cancelled prefill stops soon; what it had evaluated stays."""
+        long = [{"role": "user", "content": " ".join(f"{k} words of text" for k in range(240))}]
 
         async def busy() -> bool:
             return any(slot["is_processing"] for slot in await engine.get_json("/slots"))
@@ -123,9 +123,7 @@ class TestCalls:
                 while not await busy():  # noqa: ASYNC110  # the server tells it to those who ask
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
-        with anyio.fail_after(60):
-            while await busy():  # noqa: ASYNC110  # likewise
-                await anyio.sleep(0.01)
+        # Not asked again before: the server looks for closed connections only while nobody else gets an answer.
         again = await engine.prefill(long, id_slot=0)
         assert again.usage.cached_tokens is not None and again.usage.cached_tokens <= again.usage.input_tokens - 64
 
@@ -164,7 +162,7 @@ class TestCalls:
 
     async def test_what_a_session_sees(self, engine: EmbeddedEngine) -> None:
         """Window, preload, an identity that the address is no part of, and a binding with slots."""
-        assert engine.context_window == 1024 and engine.preload_by_default
+        assert engine.context_window == 2048 and engine.preload_by_default
         assert "127.0.0.1" not in engine.identity and "253113024#gemma" in engine.identity
         binding = engine.bind("s")
         assert isinstance(binding, SlotBinding) and binding.request_options()["id_slot"] == 0

@@ -57,6 +57,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env=_environment(),
                 pass_fds=(held,),
                 process_group=0,
             )
@@ -182,6 +183,18 @@ class Child:
             if pipe is not None and self.returncode is not None:
                 pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with a bound on how long compute threads spin at a barrier.
+
+    Spinning for ever, the default, collapses where other programs share the cores. Measured with two busy ones on
+    two cores: 3.3 s instead of 4.4 s for 300 tokens, 16 instead of 5 tokens/s; on idle cores it costs some 5%.
+    """
+    own = dict(os.environ)
+    if "OMP_WAIT_POLICY" not in own:
+        own.setdefault("GOMP_SPINCOUNT", "10000")
+    return own
 
 
 def _folder() -> tuple[str, int]:

@@ -346,7 +346,7 @@ class OpenAIEngine:
         headers = {"Content-Type": "application/json", **self._headers}
         request = client.build_request("POST", f"{self.root}{path}", content=content, headers=headers)
         try:
-            response = await client.send(request, stream=True)
+            response = await _send(client, request)
         except httpx.HTTPError as error:
             raise unreachable(self.url, error) from error
         try:
@@ -359,6 +359,16 @@ class OpenAIEngine:
             yield response
         finally:
             await response.aclose()
+
+
+async def _send(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """Send it, and once more where a kept connection turns out to be closed before any answer (RFC 9112, 9.3.1)."""
+    try:
+        return await client.send(request, stream=True)
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+        if isinstance(error, httpx.RemoteProtocolError) and "without sending a response" not in str(error):
+            raise
+        return await client.send(request, stream=True)
 
 
 @asynccontextmanager

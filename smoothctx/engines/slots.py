@@ -4,8 +4,8 @@ The summariser extends the agent's own cache: its slot is copied to the spare on
 34 ms for 2,500 tokens), so it neither waits for the agent's slot nor evicts it. Then the new view is preloaded
 into the spare slot, and the commit makes the agent's next call go there.
 
-The server stops a request between two batches when its connection closes, and keeps what it has evaluated. So a
-preload is one request, aborted when a turn begins and sent again afterwards, which costs less than many small ones.
+The server stops a request when its connection closes (it notices within about a second, between two batches) and
+keeps what it has evaluated. So a preload is one request, aborted when a turn begins and sent again afterwards.
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""Forecasts: growth, idle time and work of a session, and what follows from them. Time comes in as numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from smoothctx.forecast import Average, Forecast
+
+
+def seen(*, growth: int = 100, turn: float = 10.0, idle: float = 4.0, turns: int = 20) -> Forecast:
+    """A session that has seen so many equal turns."""
+    forecast = Forecast()
+    for k in range(turns):
+        forecast.boundary(k * turn, k * growth)
+        forecast.rested(k * turn + turn - idle)
+    return forecast
+
+
+def test_an_average_follows_the_newest_samples() -> None:
+    """The first sample is taken as it is; about the last five count."""
+    average = Average()
+    assert average.value is None
+    average.add(10)
+    assert average.value == 10
+    for _ in range(15):
+        average.add(20)
+    assert average.value == pytest.approx(20, rel=0.01)
+
+
+def test_nothing_is_claimed_before_anything_was_seen() -> None:
+    """Unknown is ``None``, and never a reason to hurry."""
+    forecast = Forecast()
+    assert forecast.turns_left(0, 1000) is None
+    assert forecast.due(0.0, 0, 1000) is None
+    assert not forecast.late(0, 1000, 5.0)
+    assert not forecast.hurried(100.0, 1000, 0, 1000)
+    assert forecast.growth_during(5.0) == 0
+    forecast.boundary(0.0, 500)
+    assert forecast.turns_left(0, 1000) is None
+    assert seen().turns_left(0, None) is None
+
+
+def test_turns_and_time_to_the_limit() -> None:
+    """500 tokens are left at 100 tokens and 10 seconds per turn."""
+    forecast = seen()
+    assert forecast.turns_left(500, 1000) == pytest.approx(5)
+    assert forecast.due(200.0, 500, 1000) == pytest.approx(250)
+    assert forecast.turns_left(1500, 1000) == 0
+    assert forecast.idle.value == pytest.approx(4)
+
+
+def test_a_history_that_shrank_is_no_growth() -> None:
+    """Time travel or a rewritten list neither counts as growth nor as a turn."""
+    forecast = seen()
+    forecast.boundary(1000.0, 50)
+    assert forecast.growth.value == pytest.approx(100)
+    assert forecast.turn.value == pytest.approx(10)
+    forecast.boundary(1010.0, 150)
+    assert forecast.growth.value == pytest.approx(100)
+
+
+def test_late_is_when_the_work_takes_longer_than_what_is_left() -> None:
+    """Work of its own is held against whole turns, a first guess against idle time; the last turn cannot be used."""
+    forecast = seen()
+    assert not forecast.late(500, 1000, None)
+    assert forecast.late(500, 1000, 20.0)
+    assert not forecast.late(500, 1000, 5.0)
+    forecast.work.add(60.0)
+    assert forecast.late(500, 1000, None)
+    assert not forecast.late(0, 2000, None)
+    assert forecast.late(1000, 1000, None)
+
+
+def test_growth_while_the_work_runs() -> None:
+    """Work of 25 seconds at 10 per turn: 250 tokens more."""
+    forecast = seen()
+    assert forecast.growth_during(25.0) == pytest.approx(250, abs=1)
+    forecast.work.add(50.0)
+    assert forecast.growth_during(25.0) == pytest.approx(500, abs=1)
+
+
+def test_hurried_is_when_idle_time_cannot_prefill_what_is_left() -> None:
+    """At 100 tokens per idle second, 4 seconds idle, 100 tokens of growth: 300 gained per turn."""
+    forecast = seen()
+    assert not forecast.hurried(100.0, 600, 500, 1000)
+    assert forecast.hurried(100.0, 3000, 500, 1000)
+    assert forecast.hurried(10.0, 10, 500, 1000)
+    assert not forecast.hurried(None, 3000, 500, 1000)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 10**7)), max_size=20), st.integers(0, 10**7))
+def test_property_any_sequence_gives_sane_numbers(samples: list[tuple[float, int]], tokens: int) -> None:
+    """No order of times and sizes raises or gives a negative number of turns."""
+    forecast = Forecast()
+    for now, size in samples:
+        forecast.boundary(now, size)
+        forecast.rested(now)
+    turns = forecast.turns_left(tokens, 1000)
+    assert turns is None or turns >= 0
+    assert isinstance(forecast.late(tokens, 1000, 1.0), bool)
+    assert isinstance(forecast.growth_during(1.0), int)

@@ -1,0 +1,125 @@
+"""The foreground: which turns are open, and who is told when that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import anyio
+import anyio.lowlevel
+
+from helpers import chat, make_policy, make_runtime, now, settle, virtual
+from smoothctx.foreground import Foreground
+
+
+def fresh(lease_s: float = 120.0) -> Foreground:
+    """On the running loop's clock."""
+    return Foreground(asyncio.get_running_loop().time, lease_s=lease_s)
+
+
+@virtual
+async def test_a_turn_is_open_from_begin_to_end() -> None:
+    """Busy while any is open; prefilling until its first token."""
+    foreground = fresh()
+    assert not foreground.busy
+    foreground.begin("a")
+    foreground.begin("b")
+    assert foreground.busy
+    assert foreground.prefilling
+    foreground.first_token("a")
+    foreground.first_token("never begun")
+    assert foreground.prefilling
+    foreground.first_token("b")
+    assert not foreground.prefilling
+    foreground.end("a")
+    foreground.end("a")
+    assert foreground.busy
+    foreground.end("b")
+    assert not foreground.busy
+
+
+@virtual
+async def test_promise_10_a_turn_that_never_ended_counts_for_its_lease_only() -> None:
+    """A caller that died does not keep background work away for ever; waiters notice."""
+    foreground = fresh(lease_s=30.0)
+    foreground.begin("dead")
+    await anyio.sleep(29)
+    assert foreground.busy
+    await foreground.wait_idle()
+    assert now() <= 61
+    assert not foreground.busy
+
+
+@virtual
+async def test_waiting_ends_when_the_foreground_changes() -> None:
+    """``changed`` at the next change or its timeout; ``wait_idle`` when the last turn is over."""
+    foreground = fresh()
+    await foreground.changed(5)
+    assert now() == 5
+    foreground.begin("a")
+    async with anyio.create_task_group() as group:
+        group.start_soon(foreground.wait_idle)
+        await anyio.sleep(1)
+        foreground.end("a")
+    assert now() == 6
+
+
+@virtual
+async def test_unless_cancels_the_call_as_soon_as_it_has_to_stop() -> None:
+    """A background call is given up when a turn begins; one that ends first gives its result; a late one is not begun."""
+    foreground = fresh()
+    begun = 0
+
+    async def call() -> str:
+        nonlocal begun
+        begun += 1
+        await anyio.sleep(10)
+        return "done"
+
+    assert await foreground.unless(lambda: foreground.busy, call) == "done"
+    async with anyio.create_task_group() as group:
+
+        async def turn() -> None:
+            await anyio.sleep(3)
+            foreground.begin("a")
+
+        group.start_soon(turn)
+        start = now()
+        assert await foreground.unless(lambda: foreground.busy, call) is None
+        assert now() == start + 3
+    assert await foreground.unless(lambda: foreground.busy, call) is None
+    assert begun == 2
+
+
+async def test_it_may_be_told_from_any_thread() -> None:
+    """A synchronous caller in another thread ends the wait of the loop."""
+    foreground = Foreground(asyncio.get_running_loop().time)
+    foreground.begin("a")
+    thread = threading.Thread(target=foreground.end, args=("a",))
+    async with anyio.create_task_group() as group:
+        group.start_soon(foreground.wait_idle)
+        await anyio.lowlevel.checkpoint()
+        thread.start()
+    thread.join()
+    assert not foreground.busy
+
+
+@virtual
+async def test_sessions_open_and_end_turns_by_themselves() -> None:
+    """Commit opens a turn, observe ends it; ``foreground()`` says more exactly; close ends everything."""
+    messages = chat(3)
+    async with make_runtime() as runtime:
+        foreground = runtime.foreground(None)
+        session = runtime.session("s", policy=make_policy(lambda m, *, max_tokens=None: None))
+        await session.commit(messages)
+        assert foreground.prefilling
+        async with session.foreground() as call:
+            call.first_token()
+            assert foreground.busy
+            assert not foreground.prefilling
+        session.observe(messages)
+        assert not foreground.busy
+        await session.commit(messages)
+        await session.close()
+        assert not foreground.busy
+        await settle()
