@@ -7,9 +7,9 @@ latest messages that a preload may warm.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -27,8 +27,11 @@ from .transforms.validators import default_validators
 from .view import Artifact, Edit, Replacement, project, units
 
 if TYPE_CHECKING:
+    from .engines.binding import EngineBinding
     from .runtime import Runtime
     from .session import Session
+
+T = TypeVar("T")
 
 #: seconds that the first commit of a session may wait for what another process left in the store
 STORE_WAIT = 0.010
@@ -47,7 +50,8 @@ class Launcher:
         self._runtime = runtime
         self._session = session
         self._foreground = runtime.foreground(session.engine)
-        self._binding = session.engine.bind(session.id) if hasattr(session.engine, "bind") else None
+        bind = getattr(session.engine, "bind", None)
+        self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
         self._latest: list[Any] = []
         self._index: list[str] = []
         self._rewarming = False
@@ -403,9 +407,18 @@ class Launcher:
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
+    def _ask(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """Ask the engine's binding; what it raises is an event, never the turn's."""
+        try:
+            return call()
+        except Exception as error:
+            self._runtime.events.error(error, where=f"engine.{what}", session=self._session.id, tenant=self._session.tenant)
+            return otherwise
+
     def request_options(self) -> dict[str, Any]:
         """Options of the agent's next call."""
-        return dict(self._binding.request_options()) if self._binding is not None else {}
+        binding = self._binding
+        return self._ask("request_options", lambda: dict(binding.request_options()), {}) if binding is not None else {}
 
     def foreground_begin(self, who: object) -> None:
         """A turn or a call is due."""
@@ -443,8 +456,9 @@ class Launcher:
         if session.engine is None or not _uses(transform, session.engine):
             return {}
         options = dict(session.request)
-        if self._binding is not None:
-            options.update(self._binding.transform_options(self._foreground, session.urgent))
+        if (binding := self._binding) is not None:
+            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), {})
+            options.update(own)
         return options
 
     async def _preload(self, flight: Flight, artifact: Artifact) -> bool:
@@ -498,22 +512,23 @@ class Launcher:
 
     def committed(self, artifact: Artifact) -> None:
         """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
-        if self._binding is not None and self._preloading == artifact.key:
+        if (binding := self._binding) is not None and self._preloading == artifact.key:
             self._preloading = ""
-            self._binding.committed(artifact.warm)
+            self._ask("committed", lambda: binding.committed(artifact.warm), None)
             self._foreground.poke()
 
     def discarded(self, key: str) -> None:
         """If this artifact was preloaded (or its summary was being written), its slot is free again."""
-        if self._binding is not None and self._preloading in ("", key) and not self._session.working():
+        binding = self._binding
+        if binding is not None and self._preloading in ("", key) and not self._session.working():
             self._preloading = ""
-            self._binding.discarded()
+            self._ask("discarded", binding.discarded, None)
             self._foreground.poke()
 
     def close(self) -> None:
         """Give the engine's slots back."""
         if self._binding is not None:
-            self._binding.close()
+            self._ask("close", self._binding.close, None)
         self._latest, self._last_raw = [], []
 
 

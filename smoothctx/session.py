@@ -357,6 +357,8 @@ class Session:
                 if not any(a.artifact.key == artifact.key for a in self.branch.applied):
                     raise StaleHandle(f"lookahead {handle.id} was committed and is not part of this branch any more")
                 return self.branch.project(messages)
+            if handle.state is not HandleState.READY:  # the messages are of another branch, or its base was replaced
+                raise StaleHandle(f"lookahead {handle.id} was dropped with its branch ({handle.reason})")
             refusal = self.branch.refusal(artifact)
             if refusal is not None:
                 self._drop(handle, refusal)

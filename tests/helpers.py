@@ -282,9 +282,10 @@ def make_runtime(**options: Any) -> Runtime:
 
 def make_policy(model: Any, *, keep: int = 4, window: int = 2000, **options: Any) -> Policy:
     """A policy that summarises with ``model`` and keeps ``keep`` messages raw."""
-    summary = {k: options.pop(k) for k in ("source", "layout", "model_id", "max_tokens", "facts") if k in options}
+    summary = {k: options.pop(k) for k in ("source", "layout", "model_id", "max_tokens", "facts", "window") if k in options}
     summary.setdefault("facts", False)
     summary.setdefault("max_tokens", 200)
+    summary.setdefault("window", 100_000)  # the fakes read anything in one call
     return Policy(Summarize(model, keep=("messages", keep), **summary), context_window=window, **options)
 
 

@@ -76,15 +76,24 @@ async def test_not_a_list_of_messages(given: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        ({"content": "a"}, "messages[25].role: missing; expected one of system, developer, user, assistant, tool, function"),
-        ({"role": "robot"}, "messages[25].role: 'robot' is unknown; expected one of system, developer, user, assistant, "),
+        (
+            {"content": "a"},
+            "messages[25].role: missing; expected one of system, developer, user, assistant, tool, function",
+        ),
+        (
+            {"role": "robot"},
+            "messages[25].role: 'robot' is unknown; expected one of system, developer, user, assistant, ",
+        ),
         ("text", "messages[25]: expected a dict with a 'role', got str"),
         (None, "messages[25]: expected a dict with a 'role', got NoneType"),
-        ({"role": "user", "content": [{"type": "hologram"}]}, "messages[25].content[0]: unknown content part (type 'hologram')"),
+        (
+            {"role": "user", "content": [{"type": "hologram"}]},
+            "messages[25].content[0]: unknown content part (type 'hologram')",
+        ),
         ({"role": "user", "content": 3}, "messages[25].content: expected a string, a list of parts or None, got int"),
         ({"role": "assistant", "tool_calls": 3}, "messages[25].tool_calls: expected a list, got int"),
     ],
-)  # fmt: skip
+)
 @virtual
 async def test_a_malformed_message_is_named_and_passed_through(bad: Any, text: str) -> None:
     """Index and field in the event; nothing is scheduled; the turn goes on with the caller's messages, this one too."""
@@ -170,7 +179,10 @@ def policy(**options: Any) -> Policy:
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: policy(transform=None), "transform=None: expected a transform (an object with name, locality, fingerprint"),
+    (
+        lambda: policy(transform=None),
+        "transform=None: expected a transform (an object with name, locality, fingerprint",
+    ),
     (lambda: policy(transform="summarize"), "transform='summarize': expected a transform"),
     (lambda: policy(transform=Summarize), "transform=<class"),
     (lambda: policy(transform=Isolate(instruction="x")), "transform=Isolate(...): it opens a sub-agent's context"),
@@ -196,8 +208,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: policy(trigger=("tokens", 1.5)), "trigger=('tokens', 1.5): tokens are counted in whole numbers"),
     (lambda: policy(trigger=("tokens", "9")), "trigger=('tokens', '9'): the size must be a number >= 0"),
     (lambda: policy(trigger=("tokens", True)), "trigger=('tokens', True): the size must be a number >= 0"),
-    (lambda: policy(trigger=("fraction", 0.9)), "trigger=('fraction', 0.9): must not lie above hard_limit=('fraction', 0.85)"),
-    (lambda: policy(land_at=("fraction", 0.9)), "land_at=('fraction', 0.9): must lie below hard_limit=('fraction', 0.85)"),
+    (
+        lambda: policy(trigger=("fraction", 0.9)),
+        "trigger=('fraction', 0.9): must not lie above hard_limit=('fraction', 0.85)",
+    ),
+    (
+        lambda: policy(land_at=("fraction", 0.9)),
+        "land_at=('fraction', 0.9): must lie below hard_limit=('fraction', 0.85)",
+    ),
     (lambda: policy(land_at=("tokens", 900)), "land_at=('tokens', 900): must lie below hard_limit"),
     (
         lambda: policy(land_at=("messages", 9), hard_limit=("messages", 9), trigger=("messages", 3)),
@@ -207,7 +225,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: policy(land_at=("messages", 3), hard_limit=("messages", 9), trigger=("messages", 12)),
         "trigger=('messages', 12): must not lie above hard_limit=('messages', 9)",
     ),
-    (lambda: policy(hard_limit=("fraction", 1.2)), "hard_limit=('fraction', 1.2): a fraction lies above 0 and at most 1"),
+    (
+        lambda: policy(hard_limit=("fraction", 1.2)),
+        "hard_limit=('fraction', 1.2): a fraction lies above 0 and at most 1",
+    ),
     (lambda: policy(reserved_tokens=-1), "reserved_tokens=-1: expected a number of at least 0"),
     (lambda: policy(reserved_tokens=850), "reserved_tokens=850: must leave room under hard_limit=('fraction', 0.85)"),
     (lambda: policy(commit="later"), "commit='later': expected "),
@@ -246,7 +267,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Offload(min_tokens=0), "min_tokens=0: expected a whole number of at least 1"),
     (lambda: Chain(), "Chain(): expected at least one transform"),
     (lambda: Isolate(instruction=""), "instruction='': expected a text that is not empty"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "text"), WRONG, ids=[text[:40] for _, text in WRONG])
@@ -291,12 +312,24 @@ async def test_wrong_schedules_are_named() -> None:
         ("keep_recent", {"keep": 1}, "keep=1: expected"),
         ("summarize", {"target_segments": []}, "target_segments=[]: expected a contiguous run of indexes"),
         ("summarize", {"target_segments": 3}, "target_segments=3: expected a contiguous run of indexes"),
-        ("summarize", {"target_segments": [0, 2]}, "target_segments=[0, 2]: the indexes must be contiguous and ascending"),
-        ("summarize", {"target_segments": [1, 0]}, "target_segments=[1, 0]: the indexes must be contiguous and ascending"),
+        (
+            "summarize",
+            {"target_segments": [0, 2]},
+            "target_segments=[0, 2]: the indexes must be contiguous and ascending",
+        ),
+        (
+            "summarize",
+            {"target_segments": [1, 0]},
+            "target_segments=[1, 0]: the indexes must be contiguous and ascending",
+        ),
         ("summarize", {"target_segments": [True]}, "target_segments=[True]: expected a contiguous run of indexes"),
-        ("summarize", {"target_segments": [5, 6, 7, 8]}, "target_segments=[5, 6, 7, 8]: there are 8 segments, numbered from 0"),
+        (
+            "summarize",
+            {"target_segments": [5, 6, 7, 8]},
+            "target_segments=[5, 6, 7, 8]: there are 8 segments, numbered from 0",
+        ),
         ("summarize", {"target_segments": [6, 7]}, "target_segments=[6, 7]: the newest segment, unread tool results"),
-    ]  # fmt: skip
+    ]
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=policy())
         for kind, options, text in cases:

@@ -43,14 +43,30 @@ async def starts(messages: list[Message], **options: Any) -> bool:
 
 @virtual
 async def test_b99_reserved_tokens_count_towards_the_trigger_and_the_limit() -> None:
-    """Tool schemas of 20,000 tokens beside a history of 5,000: over a trigger of 15,000, and under the limit after it."""
+    """Tool schemas of 20,000 tokens beside a history of 5,000: over the trigger, and under the limit after it."""
     messages = chat(50, size=50)
-    options: dict[str, Any] = {"window": 40_000, "trigger": ("tokens", 15_000), "hard_limit": ("tokens", 24_000), "land_at": ("tokens", 14_000)}  # fmt: skip
+    options: dict[str, Any] = {
+        "window": 40_000,
+        "trigger": ("tokens", 15_000),
+        "hard_limit": ("tokens", 24_000),
+        "land_at": ("tokens", 14_000),
+    }
     assert not await starts(messages, **options)
     reserved = sum(len(json.dumps(t)) for t in TOOLS) // 4
     assert reserved > 4_000
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=make_policy(fast(), reserved_tokens=20_000, land_at=("tokens", 22_000), trigger=("tokens", 23_000), hard_limit=("tokens", 24_000), window=40_000, min_savings=0.05))  # fmt: skip
+        session = runtime.session(
+            "s",
+            policy=make_policy(
+                fast(),
+                reserved_tokens=20_000,
+                land_at=("tokens", 22_000),
+                trigger=("tokens", 23_000),
+                hard_limit=("tokens", 24_000),
+                window=40_000,
+                min_savings=0.05,
+            ),
+        )
         view = await session.commit(messages)
         assert summaries(view)
         assert sum(map(CODEC.estimate, view)) + 20_000 <= 24_000

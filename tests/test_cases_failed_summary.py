@@ -166,7 +166,7 @@ async def test_b63_b67_b68_b72_useless_answers_change_nothing(answer: Any, reaso
 @pytest.mark.parametrize("turns", [40, 120])
 @virtual
 async def test_b73_a_history_of_many_windows_is_summarised_in_parts(turns: int) -> None:
-    """Twice the window, and six times: the first turn of such a session fits, is valid, and lost no part of its input."""
+    """Twice the window, and six times: the first turn fits, is valid, and lost no part of its input."""
     messages = chat(turns, size=55)
     model = fast()
     async with make_runtime() as runtime:
@@ -235,6 +235,10 @@ async def test_small_windows_and_messages_of_every_size_never_break_a_request() 
     """A sweep of sizes around every limit."""
     for size in (1, 10, 100, 400, 900, 1600, 1700, 2500):
         messages = [m for k in range(8) for m in (H(f"<{2 * k}>", size=size), A(f"<{2 * k + 1}>", size=size))]
-        for turn in await drive(messages, small_policy(fast(), trigger=("tokens", 1200), hard_limit=("tokens", 1700), land_at=("tokens", 800)), every=False):  # fmt: skip
+        for turn in await drive(
+            messages,
+            small_policy(fast(), trigger=("tokens", 1200), hard_limit=("tokens", 1700), land_at=("tokens", 800)),
+            every=False,
+        ):
             total = sum(map(CODEC.estimate, turn.view))
             assert total <= 1700 or len(turn.view) <= 3, (size, total, len(turn.view))

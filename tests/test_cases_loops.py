@@ -97,7 +97,7 @@ async def test_b81_an_open_breaker_refuses_nobody() -> None:
     messages = chat(12, size=55)
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(model))
-        for k in range(20):
+        for _ in range(20):
             view = await session.commit(messages)
             assert same_objects(view, messages)
             session.observe(messages)
@@ -159,7 +159,7 @@ async def test_b177_many_tiny_tool_pairs_are_not_worth_a_commit() -> None:
 
 @virtual
 async def test_b179_b194_prepared_early_applied_late_but_never_too_late() -> None:
-    """With ``commit="hard_limit"`` a result that is ready waits as long as the raw view fits, and goes in when it must."""
+    """With ``commit="hard_limit"`` a result that is ready waits while the raw view fits, and goes in when it must."""
     messages = chat(12, size=55)
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(fast(), commit="hard_limit"))
@@ -183,9 +183,17 @@ async def test_b194_promise_09_an_edit_that_re_bills_more_than_it_saves_waits() 
     """A small saving in front of a long cached tail waits for the hard limit, where it is necessary."""
     messages = [H("<0>", size=400), A("<1>", size=10), *chat(10, size=55, first=5, system=False)]
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=make_policy(
-            fast(), keep=20, trigger=("tokens", 1300), hard_limit=("tokens", 1900), land_at=("tokens", 1250), min_savings=0.1
-        ))  # fmt: skip
+        session = runtime.session(
+            "s",
+            policy=make_policy(
+                fast(),
+                keep=20,
+                trigger=("tokens", 1300),
+                hard_limit=("tokens", 1900),
+                land_at=("tokens", 1250),
+                min_savings=0.1,
+            ),
+        )
         await session.commit(messages)
         session.observe(messages)
         await settle(5)
@@ -286,9 +294,13 @@ async def test_b156_at_most_what_was_asked_for_is_dropped() -> None:
     for overrun in ("fallback", "promote"):
         messages = [m for k in range(51) for m in (H(f"<{2 * k}>"), A(f"<{2 * k + 1}>"))][:101]
         policy = small_policy(
-            fast(), keep=("messages", 70), trigger=("messages", 90), hard_limit=("messages", 100), land_at=("messages", 80),
+            fast(),
+            keep=("messages", 70),
+            trigger=("messages", 90),
+            hard_limit=("messages", 100),
+            land_at=("messages", 80),
             overrun=overrun,
-        )  # fmt: skip
+        )
         async with make_runtime() as runtime:
             view = await runtime.session("s", policy=policy).commit(messages)
             kept = [m for m in view if any(m is x for x in messages)]

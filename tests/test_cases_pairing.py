@@ -76,10 +76,12 @@ HISTORIES: dict[str, list[Message]] = {
     "orphan result first": [t(0, "x"), h(1), a(2), h(3), a(4), h(5), a(6)],
     "two results for one id": [h(0), a(1, "1"), t(2, "1"), t(3, "1"), a(4), h(5), a(6), h(7), a(8)],
     "same ids every turn": [m for k in range(4) for m in (h(9 * k), a(9 * k + 1, "call_0"), t(9 * k + 2, "call_0"))],
-    "ids left empty": [m for k in range(4) for m in (h(9 * k), a(9 * k + 1, "", ""), t(9 * k + 2, ""), t(9 * k + 3, ""))],
+    "ids left empty": [
+        m for k in range(4) for m in (h(9 * k), a(9 * k + 1, "", ""), t(9 * k + 2, ""), t(9 * k + 3, ""))
+    ],
     "assistant opens": [S(), a(0), h(1), a(2), h(3), a(4), h(5)],
     "system inside": [S(), h(0), a(1), S("later"), h(2), a(3), h(4), a(5), h(6)],
-}  # fmt: skip
+}
 
 POLICIES: dict[str, dict[str, Any]] = {
     "keep 1": {"keep": ("messages", 1)},
@@ -173,7 +175,7 @@ async def test_b15_the_run_in_progress_is_not_eligible() -> None:
 
 @virtual
 async def test_b16_tool_cycles_behind_one_user_message_are_rewritten_behind_it() -> None:
-    """One user message and six cycles in a window of four messages: old pairs go, the question and the last pair stay."""
+    """One user message and six cycles in a window of four: old pairs go, the question and the last pair stay."""
     messages = HISTORIES["B16"]
     policy = small_policy(fast(), trigger=("messages", 3), hard_limit=("messages", 4), land_at=("messages", 3))
     turns = await drive(messages, policy, every=False)

@@ -6,7 +6,7 @@ Rows of this class that are not here:
 
 | id | why |
 | --- | --- |
-| B40 | shallow session copies in a workflow are the framework's; one owner per branch is shown in ``test_cases_races`` |
+| B40 | session copies in a workflow are the framework's; one owner per branch is shown in ``test_cases_races`` |
 | B123 | per-step checkpoints are the framework's; what the core writes is in ``test_b123_...`` |
 """
 
@@ -165,7 +165,9 @@ async def test_b123_what_is_written_grows_with_the_commits_not_with_the_turns() 
         sizes: list[int] = []
         put = store.put
 
-        async def counted(tenant: str, key: str, value: bytes, *, ttl: float | None = None, put: Any = put, sizes: Any = sizes) -> None:  # fmt: skip
+        async def counted(
+            tenant: str, key: str, value: bytes, *, ttl: float | None = None, put: Any = put, sizes: Any = sizes
+        ) -> None:
             sizes.append(len(value))
             await put(tenant, key, value, ttl=ttl)
 
@@ -185,7 +187,9 @@ async def test_b30_b70_a_store_that_fails_once_leaves_everything_as_it_was() -> 
         puts = 0
         put = store.put
 
-        async def fails_once(tenant: str, key: str, value: bytes, *, ttl: float | None = None, put: Any = put, failing: int = failing) -> None:  # fmt: skip
+        async def fails_once(
+            tenant: str, key: str, value: bytes, *, ttl: float | None = None, put: Any = put, failing: int = failing
+        ) -> None:
             nonlocal puts
             puts += 1
             if puts == failing + 1:

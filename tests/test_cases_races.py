@@ -38,7 +38,18 @@ from helpers import (
     valid_request,
     virtual,
 )
-from smoothctx import HandleError, HandleState, KeepRecent, LookaheadHandle, Policy, Reason, Runtime, Session, Summarize
+from smoothctx import (
+    HandleError,
+    HandleState,
+    KeepRecent,
+    LookaheadHandle,
+    Policy,
+    Reason,
+    Runtime,
+    Session,
+    StaleHandle,
+    Summarize,
+)
 
 
 @asynccontextmanager
@@ -62,7 +73,7 @@ def long_chat() -> list[Message]:
 
 @virtual
 async def test_b28a_b31_what_is_appended_meanwhile_is_kept_behind_the_summary() -> None:
-    """A message that arrives between snapshot and commit is in the tail, as the same object; the covered part is not."""
+    """A message that arrives between snapshot and commit is in the tail, as the same object."""
     messages = long_chat()
     async with held_session(messages) as (_, session, model, handle):
         covered = marks(messages[handle.run.start : handle.run.end])
@@ -274,7 +285,7 @@ async def test_b50_appends_never_make_a_result_stale() -> None:
 @pytest.mark.parametrize("size", [800, 1500, 4000])
 @virtual
 async def test_b51_a_tail_that_outgrew_the_result_is_recut_not_applied(size: int) -> None:
-    """A huge message after the snapshot: the view that goes out is never one that triggers again at once or does not fit."""
+    """A huge message after the snapshot: no view goes out that triggers again at once or does not fit."""
     messages = long_chat()
     async with held_session(messages) as (_, session, model, handle):
         model.release.set()
@@ -295,9 +306,17 @@ async def test_b51_a_tail_that_outgrew_the_result_is_recut_not_applied(size: int
 
 @virtual
 async def test_b51_b50_a_tail_that_outgrows_every_run_does_not_waste_every_summary() -> None:
-    """Where no run brings the view under the trigger, results are applied all the same: not one after another wasted."""
+    """Where no run brings the view under the trigger, results are applied: not one after another wasted."""
     model = fast()
-    messages = [m for k in range(12) for m in (H(f"<{9 * k}>", size=150), A(f"<{9 * k + 1}>", f"c{k}", size=150), T(f"c{k}", f"<{9 * k + 2}>", size=150))]  # fmt: skip
+    messages = [
+        m
+        for k in range(12)
+        for m in (
+            H(f"<{9 * k}>", size=150),
+            A(f"<{9 * k + 1}>", f"c{k}", size=150),
+            T(f"c{k}", f"<{9 * k + 2}>", size=150),
+        )
+    ]
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=small_policy(model))
         turns = await feed(session, messages, every=False)
@@ -427,3 +446,20 @@ async def test_a_tuple_and_a_new_list_each_turn_are_the_same_history() -> None:
 def test_keep_recent_is_the_default_fallback() -> None:
     """A race never leaves the caller without a local way out."""
     assert isinstance(Policy(Summarize(FakeSummarizer()), context_window=1000).fallback, KeepRecent)
+
+
+@virtual
+async def test_a_handle_that_its_own_commit_drops_is_stale_and_counted_once() -> None:
+    """In rewrite mode the base was replaced by the view: a second handle is dropped, not dropped and committed."""
+    messages = long_chat()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(fast()))
+        first = session.schedule_transform("summarize", messages, target_segments=range(0, 16))
+        second = session.schedule_transform("summarize", messages, target_segments=range(0, 18))
+        await settle(10)
+        view = first.commit(messages)
+        with pytest.raises(StaleHandle):
+            second.commit([*view, H("<900>")])
+        assert second.state is HandleState.DISCARDED
+        counters = runtime.counters
+        assert counters.started == counters.committed + counters.stale_total == 2

@@ -105,9 +105,13 @@ async def test_b92_b94_b96_b97_the_first_message_after_the_system_ones_is_a_user
     """Whatever is kept and whichever way it is rewritten, the opening is one that providers accept."""
     limit = max(2, len(messages) - 2)
     policy = small_policy(
-        fast(), keep=("messages", keep), trigger=("messages", 2), hard_limit=("messages", limit), land_at=("messages", 1),
+        fast(),
+        keep=("messages", keep),
+        trigger=("messages", 2),
+        hard_limit=("messages", limit),
+        land_at=("messages", 1),
         overrun=overrun,
-    )  # fmt: skip
+    )
     for turn in await drive(messages, policy):
         body = [m for m in turn.view if m["role"] != "system"]
         if not body:
@@ -174,7 +178,11 @@ async def test_b21_parallel_calls_with_a_commit_between_their_results() -> None:
 async def test_b23_ids_that_repeat_every_turn_lose_no_result(name: str) -> None:
     """Constant or empty ids: every kept call has its own result next to it, nothing is taken for a duplicate."""
     messages = [m for k in range(6) for m in (h(10 * k), a(10 * k + 1, name), t(10 * k + 2, name), a(10 * k + 3))]
-    turns = await drive(messages, small_policy(fast(), keep=("messages", 5), trigger=("messages", 9), land_at=("messages", 7)), every=False)  # fmt: skip
+    turns = await drive(
+        messages,
+        small_policy(fast(), keep=("messages", 5), trigger=("messages", 9), land_at=("messages", 7)),
+        every=False,
+    )
     assert summarised(turns)
     for turn in turns:
         for k, m in enumerate(turn.view):
@@ -189,7 +197,9 @@ async def test_b77_b133_the_view_really_shrinks_and_everything_new_is_in_it() ->
     """After a commit the view has fewer messages; what this turn added is found by identity, not by index."""
     messages = [h(0), a(1), h(2), a(3)]
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=small_policy(fast(), keep=("messages", 1), trigger=("messages", 3), land_at=("messages", 2)))  # fmt: skip
+        session = runtime.session(
+            "s", policy=small_policy(fast(), keep=("messages", 1), trigger=("messages", 3), land_at=("messages", 2))
+        )
         session.observe(messages)
         await settle(5)
         view = await session.commit(messages)
@@ -242,10 +252,14 @@ async def test_b114_a_very_long_turn_can_be_compacted_all_the_same() -> None:
 
 @virtual
 async def test_b115_thinking_of_older_kept_turns_goes_when_their_prefix_is_rewritten() -> None:
-    """[H,A[think],H,A[think],H]: after a commit no kept turn before the current one carries thinking; the caller's does."""
+    """After a commit no kept turn before the current one carries thinking; the caller's messages do."""
     messages = [H("<0>", size=2000), a(1), h(2), thinking(3), h(4), thinking(5), h(6)]
     before = copy.deepcopy(messages)
-    turns = await drive(messages, small_policy(fast(), keep=("messages", 3), trigger=("messages", 6), land_at=("messages", 5)), every=False)  # fmt: skip
+    turns = await drive(
+        messages,
+        small_policy(fast(), keep=("messages", 3), trigger=("messages", 6), land_at=("messages", 5)),
+        every=False,
+    )
     last = turns[-1].view
     assert summaries(last)
     assert not any(thinks(m) for m in last)
@@ -290,7 +304,12 @@ async def test_b85_b86_system_messages_survive_every_commit_verbatim() -> None:
 async def test_b85_a_developer_message_is_as_safe() -> None:
     """``developer`` is a system message; one that comes later stays word for word too."""
     later: Message = {"role": "developer", "content": "<999> new rules"}
-    messages = [{"role": "developer", "content": "rules"}, *chat(6, size=55, system=False), later, *chat(30, size=55, first=10, system=False)]  # fmt: skip
+    messages = [
+        {"role": "developer", "content": "rules"},
+        *chat(6, size=55, system=False),
+        later,
+        *chat(30, size=55, first=10, system=False),
+    ]
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(fast()))
         view = await session.commit(messages)
@@ -308,7 +327,12 @@ async def test_b91_tool_names_stand_in_the_summary_word_for_word() -> None:
     messages: list[Message] = [S()]
     for k in range(8):
         call = {"id": f"c{k}", "type": "function", "function": {"name": "search_web_v2", "arguments": '{"q": "x"}'}}
-        messages += [h(10 * k), {"role": "assistant", "content": None, "tool_calls": [call]}, t(10 * k + 1, f"c{k}"), a(10 * k + 2)]  # fmt: skip
+        messages += [
+            h(10 * k),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            t(10 * k + 1, f"c{k}"),
+            a(10 * k + 2),
+        ]
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(fast(), window=6000, facts=True))
         session.observe(messages)
@@ -336,7 +360,7 @@ async def test_b154_b155_the_second_summary_covers_the_first(source: str) -> Non
 
 @virtual
 async def test_b128_a_fork_after_a_commit_has_its_history_and_the_summary() -> None:
-    """Fork the session, and regenerate in the fork: the artifact of the common prefix is used, the parent is as before."""
+    """Regenerate in a fork: the artifact of the common prefix is used, the parent is as before."""
     messages = chat(12, size=55)
     model = fast()
     async with make_runtime() as runtime:

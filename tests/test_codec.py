@@ -355,7 +355,11 @@ def test_promise_14_a_summary_is_a_fenced_user_message_marked_as_a_record() -> N
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([f"<{SUMMARY_TAG}>", f"</{SUMMARY_TAG}>", f"</{SUMMARY_TAG} ", "a", "\n", "&lt;", "<", "/"])))  # fmt: skip
+@given(
+    st.lists(
+        st.sampled_from([f"<{SUMMARY_TAG}>", f"</{SUMMARY_TAG}>", f"</{SUMMARY_TAG} ", "a", "\n", "&lt;", "<", "/"])
+    )
+)
 def test_property_promise_14_no_text_closes_its_own_fence(pieces: list[str]) -> None:
     """The fence appears exactly once each way; what was read back can be fenced again unchanged."""
     message = CODEC.summary("".join(pieces))
@@ -450,7 +454,9 @@ def test_with_text_keeps_every_other_field() -> None:
     assert result["content"] == "long"
 
 
-@pytest.mark.parametrize(("status", "open_"), [("in_progress", True), ("streaming", True), ("completed", False), (None, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "open_"), [("in_progress", True), ("streaming", True), ("completed", False), (None, False)]
+)
 def test_a_streamed_message_is_marked(status: str | None, open_: bool) -> None:
     """``status`` says that a message is still being written."""
     assert CODEC.in_progress({"role": "assistant", "content": "hal", "status": status}) is open_
@@ -464,18 +470,30 @@ def test_a_streamed_message_is_marked(status: str | None, open_: bool) -> None:
     [
         ("hello", "messages[3]: expected a dict with a 'role', got str"),
         (None, "messages[3]: expected a dict with a 'role', got NoneType"),
-        ({"content": "a"}, "messages[3].role: missing; expected one of system, developer, user, assistant, tool, function"),
-        ({"role": "robot", "content": "a"}, "messages[3].role: 'robot' is unknown; expected one of system, developer, "),
+        (
+            {"content": "a"},
+            "messages[3].role: missing; expected one of system, developer, user, assistant, tool, function",
+        ),
+        (
+            {"role": "robot", "content": "a"},
+            "messages[3].role: 'robot' is unknown; expected one of system, developer, ",
+        ),
         ({"role": ["user"], "content": "a"}, "messages[3].role: ['user'] is unknown; expected one of"),
         ({"role": "user", "content": 7}, "messages[3].content: expected a string, a list of parts or None, got int"),
-        ({"role": "user", "content": {"a": 1}}, "messages[3].content: expected a string, a list of parts or None, got dict"),
+        (
+            {"role": "user", "content": {"a": 1}},
+            "messages[3].content: expected a string, a list of parts or None, got dict",
+        ),
         (
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "hologram"}]},
             "messages[3].content[1]: unknown content part (type 'hologram'); expected a dict whose 'type' is one of ",
         ),
         ({"role": "user", "content": ["a"]}, "messages[3].content[0]: unknown content part (a str); expected a dict"),
         ({"role": "user", "content": [{"text": "a"}]}, "messages[3].content[0]: unknown content part (type None)"),
-        ({"role": "user", "content": [{"type": ["text"]}]}, "messages[3].content[0]: unknown content part (type ['text'])"),
+        (
+            {"role": "user", "content": [{"type": ["text"]}]},
+            "messages[3].content[0]: unknown content part (type ['text'])",
+        ),
         (
             {"role": "user", "content": [{"type": "tool_result", "content": 7}]},
             "messages[3].content[0].content: expected a string, a list of parts or None, got int",
@@ -489,7 +507,7 @@ def test_a_streamed_message_is_marked(status: str | None, open_: bool) -> None:
             "messages[3].tool_calls[0]: expected a dict, got str",
         ),
     ],
-)  # fmt: skip
+)
 def test_malformed_messages_are_named_by_index_and_field(message: Any, text: str) -> None:
     """The error says where, what was found and what is allowed."""
     with pytest.raises(MessageError) as caught:

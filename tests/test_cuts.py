@@ -26,7 +26,10 @@ def history(messages: list[Message]) -> History:
 
 def policy(**options: Any) -> Policy:
     """Sizes in messages."""
-    return Policy(Summarize(fast()), **{"trigger": ("messages", 4), "hard_limit": ("messages", 100), "land_at": ("messages", 50), **options})  # fmt: skip
+    return Policy(
+        Summarize(fast()),
+        **{"trigger": ("messages", 4), "hard_limit": ("messages", 100), "land_at": ("messages", 50), **options},
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ pool = st.sampled_from([H("u"), A("a"), A("c", "1"), A("d", "1", "2"), T("1"), T
 @settings(max_examples=200, deadline=None)
 @given(st.lists(pool, max_size=14), st.integers(0, 6), st.integers(0, 8))
 def test_property_every_plan_is_safe(messages: list[Message], keep: int, land: int) -> None:
-    """Starts behind the system messages, ends at a boundary, splits no segment, leaves the newest, keeps the question."""
+    """Starts behind the system messages, ends at a boundary, splits no segment, keeps the question."""
     made = history(messages)
     run = plan(made, (), policy(), ("messages", keep), land=("messages", land))
     if run is None:

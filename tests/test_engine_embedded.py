@@ -149,7 +149,7 @@ class TestCalls:
     async def test_too_long_for_the_window(self, engine: EmbeddedEngine) -> None:
         """A prompt over the window is refused, in the server's words."""
         with pytest.raises(EngineRefused, match="HTTP 400: .*context"):
-            await engine.prefill([{"role": "user", "content": "word " * 1500}])
+            await engine.prefill([{"role": "user", "content": "word " * 3000}])
 
     async def test_only_we_may_call_it(self, engine: EmbeddedEngine) -> None:
         """Another local program (or a web page) that finds the port is refused; the folder is private."""

@@ -86,7 +86,7 @@ def test_levels_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_broken_log_handler_is_not_the_turns_business() -> None:
-    """Fields that clash with the log record's own, or a handler that raises, are swallowed; the callback still hears."""
+    """Fields that clash with the log record's own, or a handler that raises: the callback still hears."""
     events = Events()
     sink = EventSink(events, lambda: 0.0)
 
@@ -107,7 +107,7 @@ def test_a_broken_log_handler_is_not_the_turns_business() -> None:
 
 @virtual
 async def test_a_lasting_condition_is_said_once() -> None:
-    """An unreadable message and a trigger with nothing to rewrite, turn after turn: one event each, even alternating."""
+    """An unreadable message and a trigger with nothing to rewrite, turn after turn: one event each."""
     events = Events()
     odd: Any = {"role": "robot"}
     messages = [{"role": "user", "content": "x" * 6000}, odd]

@@ -66,7 +66,7 @@ async def test_waiting_ends_when_the_foreground_changes() -> None:
 
 @virtual
 async def test_unless_cancels_the_call_as_soon_as_it_has_to_stop() -> None:
-    """A background call is given up when a turn begins; one that ends first gives its result; a late one is not begun."""
+    """A background call is given up when a turn begins; one that ends first gives its result."""
     foreground = fresh()
     begun = 0
 

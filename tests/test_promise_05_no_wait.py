@@ -30,7 +30,7 @@ from smoothctx.transforms.base import Locality, TransformRequest
 MODES = ["answer", "hold", "fail", "hang", "stubborn", "garbage", "empty", "long", "cancel"]
 
 
-async def drive(session: Session, messages: list[Message], turns: int = 12) -> None:
+async def drive(session: Session, messages: list[Message], turns: int = 10) -> None:
     """Turns below the hard limit: each boundary takes no time at all and gives a valid view."""
     first = len(messages) // 2
     for k in range(turns):
@@ -124,7 +124,7 @@ class Binding:
     def request_options(self) -> dict[str, Any]:
         return {}
 
-    def transform_options(self, foreground: Any) -> dict[str, Any]:
+    def transform_options(self, foreground: Any, urgent: Any) -> dict[str, Any]:
         return {}
 
     def committed(self, warm: bool) -> None:

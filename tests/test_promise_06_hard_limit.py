@@ -179,7 +179,7 @@ async def test_promise_06_a_result_that_is_still_preloading_is_used() -> None:
         def request_options(self) -> dict[str, object]:
             return {}
 
-        def transform_options(self, foreground: object) -> dict[str, object]:
+        def transform_options(self, foreground: object, urgent: object) -> dict[str, object]:
             return {}
 
         def committed(self, warm: bool) -> None: ...

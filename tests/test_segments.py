@@ -95,4 +95,5 @@ def test_segments_partition_the_history_and_never_split_a_pair(messages: list[di
     for s in whole.segments:
         calls = sum(len(CODEC.calls(m)) for m in messages[s.start : s.end])
         results = sum(CODEC.role(m) == "tool" for m in messages[s.start : s.end])
-        assert s.kind == "orphan" or results + s.unanswered == calls
+        # A late result joins what lies between it and its call, orphans included.
+        assert s.kind == "orphan" or results + s.unanswered >= calls
