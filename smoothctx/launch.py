@@ -457,7 +457,8 @@ class Launcher:
             return {}
         options = dict(session.request)
         if (binding := self._binding) is not None:
-            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), {})
+            none: dict[str, Any] = {}
+            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), none)
             options.update(own)
         return options
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -106,6 +108,7 @@ class Runtime:
         self._lock = threading.RLock()
         self._open = False
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +118,7 @@ class Runtime:
         if self._open:
             raise ClosedError("this Runtime is open already: enter it once")
         await self._pool.start()
+        self._loop = asyncio.get_running_loop()
         self._open = True
         return self
 
@@ -465,6 +469,22 @@ class Runtime:
             entry = self._writes.popleft() if again else None
         if entry is not None:
             self.write(*entry)
+
+    def on_loop(self, run: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> None:
+        """For synchronous callers: run something on this runtime's loop and wait for it, ``timeout`` seconds at most."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or not loop.is_running():
+            return
+        try:
+            if asyncio.get_running_loop() is loop:
+                return  # it would wait for itself
+        except RuntimeError:
+            pass
+        done = asyncio.run_coroutine_threadsafe(run(), loop)
+        try:
+            done.result(timeout)
+        except (TimeoutError, CancelledError):
+            done.cancel()
 
     def preloaded(self, usage: Usage) -> None:
         """Count the tokens of a preload."""

@@ -22,7 +22,7 @@ from .flight import Flight
 from .forecast import Forecast
 from .handle import LookaheadHandle
 from .history import Change
-from .launch import Launcher
+from .launch import STORE_WAIT, Launcher
 from .policy import Immediate, Policy, Salvage
 from .receipts import Receipt
 from .states import FINAL, WORKING, HandleState, Reason
@@ -166,6 +166,8 @@ class Session:
     def commit_sync(self, messages: Sequence[Any]) -> list[Any]:
         """:meth:`commit` for synchronous callers (not on the runtime's own loop; see ``Runtime.in_thread``)."""
         started = self._runtime.now()
+        if self._first_commit:
+            self._runtime.on_loop(self._launcher.recover, 2 * STORE_WAIT)
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
             with self._standing():

@@ -35,7 +35,7 @@ from helpers import (
     summaries,
     virtual,
 )
-from smoothctx import HandleState, OpenAIMessages, Reason, Transform, TransformRequest
+from smoothctx import HandleState, OpenAIMessages, Policy, Reason, Summarize, Transform, TransformRequest
 from smoothctx.transforms.base import Locality, Rewrite
 
 
@@ -152,7 +152,12 @@ async def test_b147_a_cancelled_lookahead_commits_nothing() -> None:
     messages = chat(40, size=55)
     model = FakeSummarizer(delay=10)
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=make_policy(model, overrun="raw"))
+        session = runtime.session(
+            "s",
+            policy=Policy(
+                Summarize(model, keep=("messages", 4), facts=False, max_tokens=200), context_window=2000, overrun="raw"
+            ),
+        )
         handle = session.observe(messages)
         assert handle is not None
         await settle(15)
@@ -299,8 +304,6 @@ async def test_a_transform_of_ones_own_that_swallows_cancellation_cannot_block_c
             return Rewrite(messages=[])
 
     assert isinstance(Slow(), Transform)
-    from smoothctx import Policy
-
     events = Events()
     async with make_runtime(on_event=events) as runtime:
         session = runtime.session("s", policy=Policy(Slow(), context_window=2000))

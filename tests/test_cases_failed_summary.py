@@ -31,7 +31,7 @@ from helpers import (
     valid_request,
     virtual,
 )
-from smoothctx import EngineOverloaded, HandleState, OpenAIMessages, Reason
+from smoothctx import EngineOverloaded, HandleState, OpenAIMessages, Policy, Reason, Summarize
 from smoothctx.transforms.model import ModelReply
 
 CODEC = OpenAIMessages()
@@ -170,7 +170,9 @@ async def test_b73_a_history_of_many_windows_is_summarised_in_parts(turns: int) 
     messages = chat(turns, size=55)
     model = fast()
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=make_policy(model))
+        session = runtime.session(
+            "s", policy=Policy(Summarize(model, keep=("messages", 4), facts=False, max_tokens=200), context_window=2000)
+        )
         view = await session.commit(messages)
         assert valid_request(view)
         assert sum(map(CODEC.estimate, view)) <= 1700

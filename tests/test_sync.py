@@ -1,0 +1,95 @@
+"""Synchronous callers: a runtime in a thread of its own, restarts included."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+from smoothctx import FolderStore, HandleState, Policy, Reason, Runtime, Summarize
+
+
+class Model:
+    """Answers at once and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, messages: list[dict[str, Any]], *, max_tokens: int | None = None) -> str:
+        self.calls += 1
+        return f"summary number {self.calls}"
+
+
+def policy(model: Model) -> Policy:
+    """A small window, so that a few turns reach the trigger."""
+    transform = Summarize(model, keep=("messages", 4), max_tokens=50, facts=False, model_id="test-model", window=50_000)
+    return Policy(transform, context_window=1_000)
+
+
+def talk(session: Any, messages: list[dict[str, Any]], turns: int) -> None:
+    """Some turns of a synchronous agent; each live lookahead may finish before the next."""
+    for k in range(turns):
+        messages.append({"role": "user", "content": f"question {k} " + "x" * 150})
+        session.commit_sync(messages)
+        messages.append({"role": "assistant", "content": f"answer {k} " + "y" * 150})
+        handle = session.observe(messages)
+        if handle is not None:
+            assert handle.wait_sync(30) in (HandleState.READY, HandleState.COMMITTED)
+
+
+def test_a_restart_commits_what_the_last_process_left(tmp_path: Path) -> None:
+    """The first synchronous commit of a new process sends the summary, and no second one is paid for."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
+    with Runtime.in_thread(store=FolderStore(tmp_path)) as runtime:
+        session = runtime.session("s", policy=policy(first := Model()))
+        talk(session, messages, 12)
+        assert session.receipts and first.calls == len(session.receipts)
+        sent = session.commit_sync([*messages, {"role": "user", "content": "more"}])
+    with Runtime.in_thread(store=FolderStore(tmp_path)) as runtime:
+        # Reading a folder may take longer than the few milliseconds that a turn waits: what counts is the end.
+        session = runtime.session("s", policy=policy(second := Model()))
+        for _ in range(100):
+            again = session.commit_sync([*messages, {"role": "user", "content": "more"}])
+            if again == sent:
+                break
+            runtime.session("s", policy=session.policy).close_now(Reason.SESSION_CLOSED)
+            session = runtime.session("s", policy=policy(second))
+        assert again == sent and second.calls == 0
+
+
+def test_event_loops_that_come_and_go() -> None:
+    """One event loop per request, many at once, on one runtime: nothing is bound to a loop that ended."""
+    model = Model()
+    with Runtime.in_thread() as runtime:
+        failed: list[BaseException] = []
+
+        def serve(user: int) -> None:
+            messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
+
+            async def request(k: int) -> None:
+                session = runtime.session(f"user-{user}", policy=shared)
+                messages.append({"role": "user", "content": f"question {k} " + "x" * 150})
+                view = await session.commit(messages)
+                assert view[0] is messages[0] and view[-1] is messages[-1]
+                messages.append({"role": "assistant", "content": f"answer {k} " + "y" * 150})
+                handle = session.observe(messages)
+                if handle is not None:
+                    await handle.wait(30)
+
+            try:
+                for k in range(15):
+                    asyncio.run(request(k))
+                assert runtime.session(f"user-{user}", policy=shared).receipts
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        shared = policy(model)
+        threads = [threading.Thread(target=serve, args=(user,)) for user in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failed
+        assert runtime.counters.committed >= 4
