@@ -40,7 +40,9 @@ def dicts(n: int) -> list[dict[str, Any]]:
 async def ours(n: int, turns: int) -> tuple[list[float], float]:
     """Seconds per turn, and of the one turn after a reload."""
     async with Runtime() as runtime:
-        policy = Policy(KeepRecent(), trigger=("tokens", 10**9), hard_limit=("tokens", 2 * 10**9), land_at=("tokens", 1000))
+        policy = Policy(
+            KeepRecent(), trigger=("tokens", 10**9), hard_limit=("tokens", 2 * 10**9), land_at=("tokens", 1000)
+        )
         session = runtime.session("bench", policy=policy)
         messages = dicts(n)
         view = await session.commit(messages)
@@ -72,7 +74,9 @@ def theirs(n: int, turns: int) -> list[float]:
     middleware.before_model({"messages": messages}, runtime)
     samples = []
     for k in range(turns):
-        messages.append(convert_to_messages([{"role": "user" if k % 2 else "assistant", "content": TEXT.format(n=k)}])[0])
+        messages.append(
+            convert_to_messages([{"role": "user" if k % 2 else "assistant", "content": TEXT.format(n=k)}])[0]
+        )
         start = time.perf_counter()
         assert middleware.before_model({"messages": messages}, runtime) is None
         samples.append(time.perf_counter() - start)

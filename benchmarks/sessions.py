@@ -1,6 +1,6 @@
 """Memory of many open sessions: our own bytes per held message, the caller's messages not counted.
 
-    python benchmarks/sessions.py [--sessions 10000] [--messages 50] [--json FILE]
+python benchmarks/sessions.py [--sessions 10000] [--messages 50] [--json FILE]
 """
 
 from __future__ import annotations

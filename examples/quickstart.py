@@ -32,7 +32,9 @@ async def main() -> int:
             messages.append(await call_model(context))
             session.observe(messages)
         for receipt in session.receipts:
-            print(f"{receipt.how}: {receipt.tokens_before} -> {receipt.tokens_after} tokens, waited {receipt.waited_s} s")
+            print(
+                f"{receipt.how}: {receipt.tokens_before} -> {receipt.tokens_after} tokens, waited {receipt.waited_s} s"
+            )
         return len(session.receipts)
 
 

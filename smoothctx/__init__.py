@@ -1,12 +1,12 @@
 """smoothctx: context rewrites of long-running LLM agents, done ahead of time.
 
-    from smoothctx import Policy, Runtime, Summarize
+from smoothctx import Policy, Runtime, Summarize
 
-    async with Runtime() as runtime:
-        session = runtime.session("user-42", policy=Policy(Summarize(model), context_window=32_000))
-        context = await session.commit(messages)    # turn boundary: what to send to the model
-        messages.append(await call_model(context))
-        session.observe(messages)                   # segment boundary: returns at once
+async with Runtime() as runtime:
+    session = runtime.session("user-42", policy=Policy(Summarize(model), context_window=32_000))
+    context = await session.commit(messages)    # turn boundary: what to send to the model
+    messages.append(await call_model(context))
+    session.observe(messages)                   # segment boundary: returns at once
 """
 
 from __future__ import annotations

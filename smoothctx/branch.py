@@ -27,7 +27,17 @@ class Weighed:
 class Branch:
     """History plus the applied replacements, sorted and disjoint."""
 
-    __slots__ = ("_delta_messages", "_delta_tokens", "_offset", "_ratio", "applied", "codec", "edits", "history", "sent")
+    __slots__ = (
+        "_delta_messages",
+        "_delta_tokens",
+        "_offset",
+        "_ratio",
+        "applied",
+        "codec",
+        "edits",
+        "history",
+        "sent",
+    )
 
     def __init__(self, codec: Codec, token_counter: Callable[[list[Any]], int] | None) -> None:
         self.codec = codec
@@ -83,10 +93,14 @@ class Branch:
     def readable(self) -> tuple[Edit, ...]:
         """The edits that a transform reads. Removals are left out: nothing stands for what they dropped, so whatever
         supersedes one has to read the raw messages."""
-        return _sorted([
-            replace(a, edits=(), extra=tuple(e for e in a.extra if not _is_stub(e))) if a.artifact.replacement.drops_only else a
-            for a in self.applied
-        ])  # fmt: skip
+        return _sorted(
+            [
+                replace(a, edits=(), extra=tuple(e for e in a.extra if not _is_stub(e)))
+                if a.artifact.replacement.drops_only
+                else a
+                for a in self.applied
+            ]
+        )
 
     def fits(self, policy: Policy) -> bool:
         """Does the view fit under the hard limit?"""
@@ -203,7 +217,9 @@ class Branch:
             start = self.history.segmenter.segments[position].start
             owner = next((a for a in self.applied if _covers(a, start)), None)
             if owner is not None and start < i:
-                note = self.codec.user(f"[late result of tool call {self.codec.result_id(message)}]\n{self.codec.text(message)}")
+                note = self.codec.user(
+                    f"[late result of tool call {self.codec.result_id(message)}]\n{self.codec.text(message)}"
+                )
                 edit = Edit(start=i, end=i + 1, messages=(note,), tokens=self.history.count([note]))
                 self._set([replace(a, extra=(*a.extra, edit)) if a is owner else a for a in self.applied])
 

@@ -1,20 +1,20 @@
 """Every error that smoothctx raises, by whose fault it is.
 
-    SmoothctxError
-    ├── ConfigurationError   an option is wrong: raised at construction, names option, value and what is allowed
-    ├── MessageError         a message is malformed: names the index and the field
-    ├── ClosedError          the runtime or the session was already closed
-    ├── HandleError          a handle cannot be committed
-    │   ├── HandleNotReady   it is still pending or running (or never came to a result)
-    │   └── StaleHandle      its result no longer fits the history it is asked to change
-    ├── TransformError       a transform could not produce a usable result
-    │   └── InvalidOutput    the result was produced and then refused by a validator
-    ├── StoreError           an artifact or content store is unreachable or corrupt
-    └── EngineError          a model server could not be used
-        ├── EngineUnreachable   no connection, or it broke
-        ├── EngineRefused       HTTP 4xx: the request itself is wrong, retrying cannot help
-        ├── EngineOverloaded    HTTP 429 or 5xx: retrying may help
-        └── EngineProtocolError the answer is not what an OpenAI-compatible server sends
+SmoothctxError
+├── ConfigurationError   an option is wrong: raised at construction, names option, value and what is allowed
+├── MessageError         a message is malformed: names the index and the field
+├── ClosedError          the runtime or the session was already closed
+├── HandleError          a handle cannot be committed
+│   ├── HandleNotReady   it is still pending or running (or never came to a result)
+│   └── StaleHandle      its result no longer fits the history it is asked to change
+├── TransformError       a transform could not produce a usable result
+│   └── InvalidOutput    the result was produced and then refused by a validator
+├── StoreError           an artifact or content store is unreachable or corrupt
+└── EngineError          a model server could not be used
+    ├── EngineUnreachable   no connection, or it broke
+    ├── EngineRefused       HTTP 4xx: the request itself is wrong, retrying cannot help
+    ├── EngineOverloaded    HTTP 429 or 5xx: retrying may help
+    └── EngineProtocolError the answer is not what an OpenAI-compatible server sends
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ class Plan:
     #: an ``Isolate``: its messages are a sub-agent's opening, not a replacement
     opening: bool = False
 
-
     def check_unedited(self) -> None:
         """The messages are the caller's own, and it may have edited them in place since: what is made of the new
         text must not be kept under the digest of the old one."""
@@ -232,11 +231,13 @@ def dump_artifact(codec: Codec, artifact: Artifact) -> bytes:
             "end": r.end,
             "start_digest": r.start_digest.hex(),
             "end_digest": r.end_digest.hex(),
-            "edits": [[e.start, e.end, e.tokens, codec.dump(e.messages).decode("utf-8", "surrogatepass")] for e in r.edits],
+            "edits": [
+                [e.start, e.end, e.tokens, codec.dump(e.messages).decode("utf-8", "surrogatepass")] for e in r.edits
+            ],
             "usage": [artifact.usage.input_tokens, artifact.usage.output_tokens, artifact.usage.calls],
             "tokens": artifact.tokens,
         }
-    ).encode()  # fmt: skip
+    ).encode()
 
 
 def load_artifact(codec: Codec, data: bytes) -> Artifact:
@@ -250,9 +251,11 @@ def load_artifact(codec: Codec, data: bytes) -> Artifact:
         if d["v"] != 1 or d["codec"] != codec.name:
             raise StoreError(f"artifact of codec {d['codec']!r} version {d['v']!r} cannot be read by {codec.name!r}")
         edits = tuple(
-            Edit(start=int(s), end=int(e), tokens=int(t), messages=tuple(codec.load(m.encode("utf-8", "surrogatepass"))))
+            Edit(
+                start=int(s), end=int(e), tokens=int(t), messages=tuple(codec.load(m.encode("utf-8", "surrogatepass")))
+            )
             for s, e, t, m in d["edits"]
-        )  # fmt: skip
+        )
         start, end = int(d["start"]), int(d["end"])
         ordered = [start, *(x for e in edits for x in (e.start, e.end)), end]
         if ordered != sorted(ordered):

@@ -37,9 +37,18 @@ class History:
     """The readable part of one branch. Owns digests, counts and segments; never the messages themselves."""
 
     __slots__ = (
-        "_count", "_frozen", "chain", "codec", "last_assistant", "last_user", "pinned", "reported", "reports_from",
-        "segmenter", "tokens",
-    )  # fmt: skip
+        "_count",
+        "_frozen",
+        "chain",
+        "codec",
+        "last_assistant",
+        "last_user",
+        "pinned",
+        "reported",
+        "reports_from",
+        "segmenter",
+        "tokens",
+    )
 
     def __init__(self, codec: Codec, token_counter: Callable[[list[Any]], int] | None = None) -> None:
         self.codec = codec
@@ -87,9 +96,7 @@ class History:
     def unchanged(self, messages: Sequence[Any]) -> bool:
         """Is everything held still at the head of ``messages``?"""
         n = len(self._frozen)
-        return len(messages) >= n and self.codec.same(
-            messages if len(messages) == n else messages[:n], self._frozen
-        )
+        return len(messages) >= n and self.codec.same(messages if len(messages) == n else messages[:n], self._frozen)
 
     def _common(self, messages: Sequence[Any], tail_only: bool) -> int:
         frozen, codec, n = self._frozen, self.codec, len(self._frozen)

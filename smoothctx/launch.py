@@ -69,7 +69,9 @@ class Launcher:
             if not isinstance(kind, Transform):
                 raise ConfigurationError(f"kind={kind!r}: expected a name such as 'summarize' or a transform")
             if options:
-                raise ConfigurationError(f"{', '.join(options)}: options go with a kind given by name, not with a transform")
+                raise ConfigurationError(
+                    f"{', '.join(options)}: options go with a kind given by name, not with a transform"
+                )
             return kind
         own = self._session.policy.transform
         members: list[Transform] = [own, *getattr(own, "transforms", ())]
@@ -79,7 +81,9 @@ class Launcher:
                     return member
         known = named_transforms()
         if kind not in known:
-            raise ConfigurationError(f"kind={kind!r}: expected one of {', '.join(sorted(known))}, or a transform object")
+            raise ConfigurationError(
+                f"kind={kind!r}: expected one of {', '.join(sorted(known))}, or a transform object"
+            )
         try:
             made: Transform = known[kind](**options)
         except TypeError as error:
@@ -101,11 +105,14 @@ class Launcher:
         start, end = segments[wanted[0]].start, segments[wanted[-1]].end
         if end > safe_end(history):
             raise ConfigurationError(
-                f"{what}: the newest segment, unread tool results and everything from an unanswered call on cannot be rewritten yet"
+                f"{what}: the newest segment, unread tool results and everything from an unanswered call on "
+                "cannot be rewritten yet"
             )
         for edit in self._session.branch.edits:
             if edit.start < start < edit.end or edit.start < end < edit.end:
-                raise ConfigurationError(f"{what}: cuts through what an earlier commit rewrote ([{edit.start}, {edit.end}))")
+                raise ConfigurationError(
+                    f"{what}: cuts through what an earlier commit rewrote ([{edit.start}, {edit.end}))"
+                )
         return Run(start, end, kept_inside(history, start, end))
 
     def whole(self) -> Run:
@@ -129,7 +136,12 @@ class Launcher:
         history = branch.history
         opening = isinstance(transform, Isolate)
         print_ = transform.fingerprint
-        parts = [print_ or f"{self._private}:{id(transform)}", str(run.start), history.chain[run.start].hex(), history.chain[run.end].hex()]  # fmt: skip
+        parts = [
+            print_ or f"{self._private}:{id(transform)}",
+            str(run.start),
+            history.chain[run.start].hex(),
+            history.chain[run.end].hex(),
+        ]
         key = fingerprint("artifact", {"parts": parts, "kept": sorted(run.kept)})
         flight = runtime.flight(session.tenant, key)
         held = session.held(key)
@@ -216,7 +228,9 @@ class Launcher:
             if index > position:
                 edits.append(Edit(start=position, end=index, messages=(), tokens=0))
             position = index + 1
-        return self._local("keep_recent", run.start, run.end, tuple(edits), history.chain[run.start], history.chain[run.end])  # fmt: skip
+        return self._local(
+            "keep_recent", run.start, run.end, tuple(edits), history.chain[run.start], history.chain[run.end]
+        )
 
     def entry(self, message: Any, index: int) -> Artifact | None:
         """One oversized tool result as a local offload; its content goes to the store in the background."""
@@ -237,7 +251,14 @@ class Launcher:
         self._runtime.write(session.tenant, content_id, content)
         history = session.branch.history
         edit = Edit(start=index, end=index + 1, messages=(stub,), tokens=history.count([stub]))
-        self._runtime.events.emit("message.offloaded", session=session.id, tenant=session.tenant, index=index, id=content_id, bytes=len(content))  # fmt: skip
+        self._runtime.events.emit(
+            "message.offloaded",
+            session=session.id,
+            tenant=session.tenant,
+            index=index,
+            id=content_id,
+            bytes=len(content),
+        )
         return self._local("offload", index, index + 1, (edit,), history.chain[index], history.chain[index + 1])
 
     def offload(self) -> Offload | None:
@@ -258,11 +279,15 @@ class Launcher:
     def _local(
         self, name: str, start: int, end: int, edits: tuple[Edit, ...], start_digest: bytes, end_digest: bytes
     ) -> Artifact:
-        key = fingerprint(name, {"start": start_digest.hex(), "end": end_digest.hex(), "edits": [[e.start, e.end] for e in edits]})  # fmt: skip
+        key = fingerprint(
+            name, {"start": start_digest.hex(), "end": end_digest.hex(), "edits": [[e.start, e.end] for e in edits]}
+        )
         return Artifact(
             key=key,
             transform=name,
-            replacement=Replacement(start=start, end=end, start_digest=start_digest, end_digest=end_digest, edits=edits),
+            replacement=Replacement(
+                start=start, end=end, start_digest=start_digest, end_digest=end_digest, edits=edits
+            ),
             created=self._runtime.now(),
             tokens=sum(e.tokens for e in edits),
         )
@@ -314,7 +339,12 @@ class Launcher:
         async def load(request: TransformRequest) -> TransformRequest:
             raw = await self._read_archive(key)
             if raw is None:
-                runtime.events.emit("source.degraded", session=session.id, tenant=session.tenant, why="the raw messages are not in the store any more")  # fmt: skip
+                runtime.events.emit(
+                    "source.degraded",
+                    session=session.id,
+                    tenant=session.tenant,
+                    why="the raw messages are not in the store any more",
+                )
                 return request
             shown = request.shown if request.shown is not None else request.messages
             return replace(
@@ -387,7 +417,9 @@ class Launcher:
 
     def _store_error(self, error: Exception) -> None:
         session = self._session
-        self._runtime.events.emit("store.error", session=session.id, tenant=session.tenant, error=f"{type(error).__name__}: {error}")  # fmt: skip
+        self._runtime.events.emit(
+            "store.error", session=session.id, tenant=session.tenant, error=f"{type(error).__name__}: {error}"
+        )
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -412,7 +444,9 @@ class Launcher:
         try:
             return call()
         except Exception as error:
-            self._runtime.events.error(error, where=f"engine.{what}", session=self._session.id, tenant=self._session.tenant)
+            self._runtime.events.error(
+                error, where=f"engine.{what}", session=self._session.id, tenant=self._session.tenant
+            )
             return otherwise
 
     def request_options(self) -> dict[str, Any]:
@@ -487,7 +521,14 @@ class Launcher:
             self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
             return False
         self._runtime.preloaded(report.usage)
-        self._runtime.events.emit("preload", session=session.id, tenant=session.tenant, complete=report.complete, tokens=report.tokens, requests=report.requests)  # fmt: skip
+        self._runtime.events.emit(
+            "preload",
+            session=session.id,
+            tenant=session.tenant,
+            complete=report.complete,
+            tokens=report.tokens,
+            requests=report.requests,
+        )
         return bool(report.complete)
 
     def grew(self, handle: LookaheadHandle, messages: Sequence[Any]) -> None:

@@ -70,7 +70,11 @@ class Runtime:
         clock: Callable[[], float] | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        for option, value in (("concurrency", concurrency), ("max_pending", max_pending), ("max_sessions", max_sessions)):  # fmt: skip
+        for option, value in (
+            ("concurrency", concurrency),
+            ("max_pending", max_pending),
+            ("max_sessions", max_sessions),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least 1")
         if isinstance(session_ttl, bool) or not isinstance(session_ttl, int | float) or session_ttl <= 0:
@@ -82,7 +86,9 @@ class Runtime:
         if on_event is not None and not callable(on_event):
             raise ConfigurationError(f"on_event={on_event!r}: expected a callable(Event)")
         if executor is not None and not callable(getattr(executor, "execute", None)):
-            raise ConfigurationError(f"executor={executor!r}: expected an object with async execute(transform, request)")
+            raise ConfigurationError(
+                f"executor={executor!r}: expected an object with async execute(transform, request)"
+            )
         if admission is not None and not callable(getattr(admission, "decide", None)):
             raise ConfigurationError(f"admission={admission!r}: expected an object with async decide(work)")
         self.now: Callable[[], float] = clock or time.monotonic
@@ -196,7 +202,9 @@ class Runtime:
             raise ConfigurationError(f"policy={policy!r}: expected a Policy")
         if not isinstance(tenant, str) or not tenant:
             raise ConfigurationError(f"tenant={tenant!r}: expected a string that is not empty")
-        if codec is not None and not all(callable(getattr(codec, m, None)) for m in ("check", "role", "visible", "summary")):
+        if codec is not None and not all(
+            callable(getattr(codec, m, None)) for m in ("check", "role", "visible", "summary")
+        ):
             raise ConfigurationError(f"codec={codec!r}: expected a Codec, such as OpenAIMessages()")
         if parent is not None and not isinstance(parent, Session):
             raise ConfigurationError(f"parent={parent!r}: expected the Session whose sub-agent this is, or None")
@@ -204,7 +212,9 @@ class Runtime:
             raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
         with self._lock:
             if self._closed or not self._open:
-                raise ClosedError("the Runtime is not open: use 'async with Runtime() as runtime' or Runtime.in_thread()")
+                raise ClosedError(
+                    "the Runtime is not open: use 'async with Runtime() as runtime' or Runtime.in_thread()"
+                )
             key = (tenant, session_id)
             found = self._sessions.get(key)
             if found is not None and not found.closed:
@@ -332,7 +342,16 @@ class Runtime:
         """Count a new handle and say so."""
         plan, session = handle.flight.plan, handle.session
         self.count("started")
-        self.events.emit("lookahead.started", session=session.id, tenant=session.tenant, handle=handle.id, transform=plan.transform.name, start=plan.start, end=plan.end, tokens=plan.source_tokens)  # fmt: skip
+        self.events.emit(
+            "lookahead.started",
+            session=session.id,
+            tenant=session.tenant,
+            handle=handle.id,
+            transform=plan.transform.name,
+            start=plan.start,
+            end=plan.end,
+            tokens=plan.source_tokens,
+        )
 
     def count(self, name: str) -> None:
         """Add one to a counter; callers may be on any thread."""
@@ -391,7 +410,13 @@ class Runtime:
             handles = list(flight.handles)
             self.counters.usage = self.counters.usage + flight.usage
         if flight.usage.calls:
-            self.events.emit("usage", tenant=flight.tenant, session=flight.plan.request.session_id, transform=flight.plan.transform.name, usage=flight.usage)  # fmt: skip
+            self.events.emit(
+                "usage",
+                tenant=flight.tenant,
+                session=flight.plan.request.session_id,
+                transform=flight.plan.transform.name,
+                usage=flight.usage,
+            )
         for handle in handles:
             handle.session.ended(handle, reason, error)
         if not handles:
@@ -471,7 +496,7 @@ class Runtime:
             self.write(*entry)
 
     def on_loop(self, run: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> None:
-        """For synchronous callers: run something on this runtime's loop and wait for it, ``timeout`` seconds at most."""
+        """For synchronous callers: run something on this runtime's loop, and wait ``timeout`` seconds at most."""
         loop = self._loop
         if loop is None or loop.is_closed() or not loop.is_running():
             return

@@ -18,7 +18,6 @@ from .branch import Branch
 from .codec import Codec, check_messages
 from .cuts import Run, fresh, plan, source_tokens
 from .errors import ClosedError, ConfigurationError, HandleNotReady, MessageError, StaleHandle
-from .flight import Flight
 from .forecast import Forecast
 from .handle import LookaheadHandle
 from .history import Change
@@ -213,7 +212,9 @@ class Session:
         """
         with self._lock:
             if self.closed:
-                raise ClosedError(f"session {self.id!r} is closed: open it again with runtime.session({self.id!r}, ...)")
+                raise ClosedError(
+                    f"session {self.id!r} is closed: open it again with runtime.session({self.id!r}, ...)"
+                )
             check_messages(self.codec, messages)
             transform = self._launcher.transform(kind, options)
             self._sync(messages)
@@ -403,7 +404,13 @@ class Session:
                 self._remember(flight.artifact)
                 self._launcher.save(flight.artifact, committed=False)
                 handle.move(HandleState.READY)
-                self._emit("lookahead.ready", handle=handle.id, transform=handle.transform.name, tokens=flight.artifact.tokens, warm=flight.artifact.warm)  # fmt: skip
+                self._emit(
+                    "lookahead.ready",
+                    handle=handle.id,
+                    transform=handle.transform.name,
+                    tokens=flight.artifact.tokens,
+                    warm=flight.artifact.warm,
+                )
                 if flight.started_at is not None:
                     self._forecast.work.add(flight.busy_s)
                 if handle in self._finishing:
@@ -416,7 +423,9 @@ class Session:
             moved = handle.move(HandleState.FAILED if failed else HandleState.DISCARDED, reason, error)
             if moved and failed:
                 self._runtime.count("failed")
-                self._emit("lookahead.failed", handle=handle.id, reason=str(reason), error=f"{type(error).__name__}: {error}")  # fmt: skip
+                self._emit(
+                    "lookahead.failed", handle=handle.id, reason=str(reason), error=f"{type(error).__name__}: {error}"
+                )
             elif moved:
                 self._runtime.count_stale(reason)
                 self._emit("lookahead.discarded", handle=handle.id, reason=str(reason), error=str(error or ""))
@@ -436,7 +445,9 @@ class Session:
         with self._lock:
             branch, policy = self.branch, self.policy
             end = artifact.replacement.end
-            remaining = artifact.tokens + branch.history.tokens[-1] - branch.history.tokens[min(end, len(branch.history))]
+            remaining = (
+                artifact.tokens + branch.history.tokens[-1] - branch.history.tokens[min(end, len(branch.history))]
+            )
             limit = policy.limit_tokens(policy.hard_limit)
             return self._forecast.hurried(rate, remaining, branch.tokens + policy.reserved_tokens, limit)
 
@@ -522,7 +533,9 @@ class Session:
         before = branch.tokens
         for handle in self._handles():
             r = handle.flight.plan
-            if Replacement(start=r.start, end=r.end, start_digest=r.start_digest, end_digest=r.end_digest, edits=()).valid(branch.history):  # fmt: skip
+            if Replacement(
+                start=r.start, end=r.end, start_digest=r.start_digest, end_digest=r.end_digest, edits=()
+            ).valid(branch.history):
                 continue
             running = handle.state in WORKING
             if isinstance(policy.discard, Immediate | Salvage) or not running:
@@ -641,9 +654,15 @@ class Session:
         done = max((a.artifact.replacement.end for a in branch.applied), default=0)
         for behind in (done, 0) if done else (0,):
             run = plan(
-                branch.history, branch.edits, policy, _keep(policy.fallback),
-                land=policy.land_at, scale=branch.scale, drop_pinned=False, behind=behind,
-            )  # fmt: skip
+                branch.history,
+                branch.edits,
+                policy,
+                _keep(policy.fallback),
+                land=policy.land_at,
+                scale=branch.scale,
+                drop_pinned=False,
+                behind=behind,
+            )
             if run is None:
                 continue
             artifact = self._launcher.removal(run)
@@ -664,15 +683,20 @@ class Session:
             break
         if not branch.fits(policy):
             self._say(
-                "view.oversized", f"{len(branch.history)}",
-                tokens=branch.tokens, why="pinned texts and the newest segment alone exceed the hard limit",
-            )  # fmt: skip
+                "view.oversized",
+                f"{len(branch.history)}",
+                tokens=branch.tokens,
+                why="pinned texts and the newest segment alone exceed the hard limit",
+            )
 
     def _offload_entries(self, messages: Sequence[Any], change: Change) -> None:
         """A single result larger than ``max_message_tokens`` is offloaded before the model ever sees it."""
         history = self.branch.history
         for i in range(max(change.common, self.branch.sent), len(history)):
-            if history.span(i, i + 1) > (self.policy.max_message_tokens or 0) and self.codec.role(messages[i]) == "tool":
+            if (
+                history.span(i, i + 1) > (self.policy.max_message_tokens or 0)
+                and self.codec.role(messages[i]) == "tool"
+            ):
                 artifact = self._launcher.entry(messages[i], i)
                 if artifact is not None and self.branch.refusal(artifact) is None:
                     self.branch.apply(artifact, messages)
@@ -695,7 +719,9 @@ class Session:
         tokens = branch.tokens + policy.reserved_tokens
         if not due and not policy.reached(tokens, branch.messages):
             limit = policy.limit_tokens(policy.hard_limit)
-            early = policy.over(policy.land_at, tokens, branch.messages) and self._forecast.late(tokens, limit, self._work())
+            early = policy.over(policy.land_at, tokens, branch.messages) and self._forecast.late(
+                tokens, limit, self._work()
+            )
             if not early:
                 return None
         transform = policy.transform
@@ -703,7 +729,11 @@ class Session:
         growth = 0 if due else self._forecast.growth_during(self._work())
         run = self._plan(_keep(transform), _expected(transform, branch.history.tokens[-1]) + growth)
         source = source_tokens(branch.history, branch.edits, run) if run else 0
-        barren = self._barren is not None and self._barren[0] == transform.fingerprint and source < self._barren[1] * BARREN_GROWTH  # fmt: skip
+        barren = (
+            self._barren is not None
+            and self._barren[0] == transform.fingerprint
+            and source < self._barren[1] * BARREN_GROWTH
+        )
         expected = _expected(transform, source)
         too_little = (source - expected) * branch.scale < policy.min_savings * branch.tokens
         nothing = run is None or not fresh(branch.edits, run)
@@ -724,9 +754,14 @@ class Session:
     def _plan(self, keep: Size, expected: int) -> Run | None:
         branch = self.branch
         return plan(
-            branch.history, branch.edits, self.policy, keep,
-            land=self.policy.land_at, expected=expected, scale=branch.scale,
-        )  # fmt: skip
+            branch.history,
+            branch.edits,
+            self.policy,
+            keep,
+            land=self.policy.land_at,
+            expected=expected,
+            scale=branch.scale,
+        )
 
     def _launch(
         self, messages: Sequence[Any], transform: Transform, run: Run, *, explicit: bool, preload_kv: bool | None

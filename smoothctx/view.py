@@ -155,6 +155,4 @@ def align(before: Sequence[Unit], kept: frozenset[int], after: Sequence[Any], co
 def clip(edits: Sequence[Edit], start: int) -> tuple[Edit, ...]:
     """What of pure removals lies from ``start`` on."""
     clipped = [e for e in edits if e.end > start]
-    return tuple(
-        e if e.start >= start else Edit(start=start, end=e.end, messages=(), tokens=0) for e in clipped
-    )
+    return tuple(e if e.start >= start else Edit(start=start, end=e.end, messages=(), tokens=0) for e in clipped)

@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from virtual import run_virtual
-
 from smoothctx import Event, MemoryStore, OpenAIMessages, Policy, Runtime, Session, StoreError, Summarize
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
+from virtual import run_virtual
 
 CODEC = OpenAIMessages()
 Message = dict[str, Any]
@@ -282,7 +281,9 @@ def make_runtime(**options: Any) -> Runtime:
 
 def make_policy(model: Any, *, keep: int = 4, window: int = 2000, **options: Any) -> Policy:
     """A policy that summarises with ``model`` and keeps ``keep`` messages raw."""
-    summary = {k: options.pop(k) for k in ("source", "layout", "model_id", "max_tokens", "facts", "window") if k in options}
+    summary = {
+        k: options.pop(k) for k in ("source", "layout", "model_id", "max_tokens", "facts", "window") if k in options
+    }
     summary.setdefault("facts", False)
     summary.setdefault("max_tokens", 200)
     summary.setdefault("window", 100_000)  # the fakes read anything in one call

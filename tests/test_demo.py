@@ -82,7 +82,13 @@ def test_figures() -> None:
     """Percentiles interpolate; quick runs make no percentile claims; nothing measured is nothing claimed."""
     assert percentile([1, 2, 3, 4], 0.5) == 2.5
     assert percentile([10], 0.95) == 10
-    assert figures([turn(1, 100), turn(2, 300)]) == {"n": 2, "p50_ms": 200, "p95_ms": 290, "max_ms": 300, "mean_ms": 200}
+    assert figures([turn(1, 100), turn(2, 300)]) == {
+        "n": 2,
+        "p50_ms": 200,
+        "p95_ms": 290,
+        "max_ms": 300,
+        "mean_ms": 200,
+    }
     assert figures([turn(1, 100)], percentiles=False)["p95_ms"] is None
     assert figures([]) == {"n": 0, "p50_ms": None, "p95_ms": None, "max_ms": None, "mean_ms": None}
     assert excess_removed(runs()) == 0.9

@@ -50,7 +50,7 @@ def test_required_dependencies_stay_few() -> None:
 
 
 def test_every_task_has_an_owner() -> None:
-    """`create_task` stands in audited places only (the pool's owner; code that may refuse to be cancelled); nothing swallows cancellation."""
+    """`create_task` stands in audited places only, and nothing swallows cancellation."""
     found: list[str] = []
     for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text())):

@@ -24,6 +24,7 @@ def _loop_time() -> float:
     """The (virtual) loop's time."""
     return asyncio.get_running_loop().time()
 
+
 Message = Mapping[str, Any]
 
 

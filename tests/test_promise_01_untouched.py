@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+
 from helpers import (
     A,
     FakeSummarizer,
@@ -22,7 +23,6 @@ from helpers import (
     tool_chat,
     virtual,
 )
-
 from smoothctx import KeepRecent, Offload, Policy
 
 

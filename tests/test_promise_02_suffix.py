@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from helpers import (
     A,
     Events,
@@ -22,7 +23,6 @@ from helpers import (
     tool_chat,
     virtual,
 )
-
 from smoothctx import Chain, HandleState, Offload, Policy, Rewrite, Summarize
 from smoothctx.transforms.base import Locality, TransformRequest
 

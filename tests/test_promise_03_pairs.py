@@ -4,6 +4,7 @@ message that providers accept."""
 from __future__ import annotations
 
 import pytest
+
 from helpers import (
     A,
     FakeSummarizer,
@@ -22,7 +23,6 @@ from helpers import (
     valid_request,
     virtual,
 )
-
 from smoothctx.codec import USER_STUB
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+
 from helpers import (
     A,
     Events,
@@ -20,7 +21,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import Finish, HandleState, Immediate, Reason, Salvage, StaleHandle
 
 

@@ -7,6 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
+
 from helpers import (
     CODEC,
     Events,
@@ -23,7 +24,6 @@ from helpers import (
     settle,
     virtual,
 )
-
 from smoothctx import Event, HandleState, Policy, Rewrite, Runtime, Session
 from smoothctx.transforms.base import Locality, TransformRequest
 
@@ -196,7 +196,8 @@ class Odd:
             case "nothing":
                 return Rewrite(messages=[])
             case "swapped":
-                return Rewrite(messages=[m for pair in zip(request.messages[1::2], request.messages[::2], strict=False) for m in pair])  # fmt: skip
+                pairs = zip(request.messages[1::2], request.messages[::2], strict=False)
+                return Rewrite(messages=[m for pair in pairs for m in pair])
             case "system":
                 return Rewrite(messages=[{"role": "system", "content": "obey"}])
             case "infinite":

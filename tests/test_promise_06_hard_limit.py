@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from helpers import (
     CODEC,
     A,
@@ -25,7 +26,6 @@ from helpers import (
     tool_chat,
     virtual,
 )
-
 from smoothctx import HandleState, KeepRecent
 
 LIMIT = 1700  # 0.85 of 2000
@@ -149,7 +149,9 @@ async def test_promise_06_reserved_tokens_count() -> None:
     """Fits means: count plus ``reserved_tokens``."""
     model = FakeSummarizer("hang")
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=make_policy(model, reserved_tokens=800, max_wait=0, land_at=("tokens", 1000)))
+        session = runtime.session(
+            "s", policy=make_policy(model, reserved_tokens=800, max_wait=0, land_at=("tokens", 1000))
+        )
         view = await session.commit(chat(9, size=60))
         assert session.receipts[-1].how == "fallback"
         assert sum(map(CODEC.estimate, view)) + 800 <= LIMIT

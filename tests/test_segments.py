@@ -25,7 +25,9 @@ def H(text: str = "h") -> dict[str, Any]:
 def A(*ids: str, text: str = "a") -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if ids:
-        message["tool_calls"] = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in ids]
+        message["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in ids
+        ]
     return message
 
 
@@ -42,16 +44,26 @@ def spans(messages: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
     [
         pytest.param([S(), H(), A()], [(1, 2, "user"), (2, 3, "assistant")], id="system excluded"),
         pytest.param([H(), A("1"), T("1"), A()], [(0, 1, "user"), (1, 3, "tools"), (3, 4, "assistant")], id="B03"),
-        pytest.param([H(), A("1", "2"), T("1"), T("2"), A()], [(0, 1, "user"), (1, 4, "tools"), (4, 5, "assistant")], id="B04"),
+        pytest.param(
+            [H(), A("1", "2"), T("1"), T("2"), A()], [(0, 1, "user"), (1, 4, "tools"), (4, 5, "assistant")], id="B04"
+        ),
         pytest.param([A("1", "2"), T("2"), T("1")], [(0, 3, "tools")], id="B27 any order"),
-        pytest.param([H(), A("a"), H(), A("b"), T("a"), T("b"), H()], [(0, 1, "user"), (1, 6, "tools"), (6, 7, "user")], id="B01"),
-        pytest.param([A("c"), T("c"), A("c"), T("c"), A("c"), T("c")], [(0, 2, "tools"), (2, 4, "tools"), (4, 6, "tools")], id="B23 constant ids"),
+        pytest.param(
+            [H(), A("a"), H(), A("b"), T("a"), T("b"), H()], [(0, 1, "user"), (1, 6, "tools"), (6, 7, "user")], id="B01"
+        ),
+        pytest.param(
+            [A("c"), T("c"), A("c"), T("c"), A("c"), T("c")],
+            [(0, 2, "tools"), (2, 4, "tools"), (4, 6, "tools")],
+            id="B23 constant ids",
+        ),
         pytest.param([A("c"), H(), H(), T("c")], [(0, 4, "tools")], id="B14 late confirmation joins"),
         pytest.param([H(), T("x"), A()], [(0, 1, "user"), (1, 2, "orphan"), (2, 3, "assistant")], id="orphan"),
         pytest.param([A("", ""), T(""), T("")], [(0, 3, "tools")], id="empty ids pair by position"),
-        pytest.param([H(), S("mid"), A()], [(0, 1, "user"), (1, 2, "system"), (2, 3, "assistant")], id="system in the middle"),
+        pytest.param(
+            [H(), S("mid"), A()], [(0, 1, "user"), (1, 2, "system"), (2, 3, "assistant")], id="system in the middle"
+        ),
     ],
-)  # fmt: skip
+)
 def test_segments(messages: list[dict[str, Any]], expected: list[tuple[int, int, str]]) -> None:
     """Each shape of history is split into its atomic groups."""
     assert spans(messages) == expected

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-from helpers import CODEC, A, Events, H, Message, S, T, marks, problems, same_objects
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from virtual import VirtualTimeLoop
 
+from helpers import CODEC, A, Events, H, Message, S, T, marks, problems, same_objects
 from smoothctx import (
     ConfigurationError,
     Finish,
@@ -36,6 +35,7 @@ from smoothctx import (
     Summarize,
 )
 from smoothctx.session import MAX_ARTIFACTS
+from virtual import VirtualTimeLoop
 
 WINDOW = 1500
 LIMIT = int(WINDOW * 0.85)
@@ -218,7 +218,9 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(
         which=st.integers(0, 2),
-        how=st.sampled_from(["edit", "edit", "replace", "delete", "truncate", "regenerate", "insert", "clear", "empty"]),
+        how=st.sampled_from(
+            ["edit", "edit", "replace", "delete", "truncate", "regenerate", "insert", "clear", "empty"]
+        ),
         where=st.integers(0, 200),
     )
     def disturb(self, which: int, how: str, where: int) -> None:

@@ -42,9 +42,7 @@ class Settings:
 
     def policy(self, mode: str, model: Any) -> Policy:
         """The default policy, with the demo's window. In line it starts at the hard limit, so the turn waits."""
-        transform = Summarize(
-            model, max_tokens=self.summary_tokens, prompt=SUMMARISE, facts=False, fixed_tokens=True
-        )
+        transform = Summarize(model, max_tokens=self.summary_tokens, prompt=SUMMARISE, facts=False, fixed_tokens=True)
         if mode == "inline":
             return Policy(
                 transform,
@@ -124,7 +122,9 @@ async def run(
         for k, chunk in enumerate(chunks):
             await anyio.sleep(settings.tool_s)  # the tool that fetches the next part
             messages.append(codec.user(ASK.format(file=chunk.file, text=chunk.text)))
-            reply, turn = await _turn(k + 1, engine, session, messages, {**own, **session.request_options()}, settings, happened)  # fmt: skip
+            reply, turn = await _turn(
+                k + 1, engine, session, messages, {**own, **session.request_options()}, settings, happened
+            )
             happened.clear()  # what happens from now on is shown with the next turn
             messages.append(reply)
             session.observe(messages)
@@ -153,7 +153,9 @@ async def _turn(
     # A commit may have moved the session to the slot where its new view is warm.
     options = {**options, **session.request_options()}
     async with session.foreground() as call:
-        async with engine.stream([codec.to_openai(m) for m in view], max_tokens=settings.note_tokens, **options) as stream:
+        async with engine.stream(
+            [codec.to_openai(m) for m in view], max_tokens=settings.note_tokens, **options
+        ) as stream:
             async for _ in stream:
                 if ttft is None:
                     ttft = time.perf_counter() - start

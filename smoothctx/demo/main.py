@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import anyio
 from ..engines import EmbeddedEngine, find_weights
 from ..errors import ConfigurationError, SmoothctxError
 from . import report
-from .agent import ASK, MODES, Run, Settings, run
+from .agent import ASK, MODES, Run, Settings, Turn, run
 from .chunks import Chunk, chunks
 
 QUICK = Settings(turns=11, context_window=3584, tool_s=0.5)
@@ -34,12 +35,18 @@ def add_parser(commands: Any) -> None:
             "in-line rewrites, once with lookahead. Nothing leaves this machine."
         ),
     )
-    parser.add_argument("--path", metavar="DIR", type=Path, help="folder (or file) to read; default: smoothctx's own sources")
+    parser.add_argument(
+        "--path", metavar="DIR", type=Path, help="folder (or file) to read; default: smoothctx's own sources"
+    )
     parser.add_argument("--turns", type=int, metavar="N", help="turns in each mode (default 28; 11 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="about a minute: fewer turns, a smaller window, no percentiles")
+    parser.add_argument(
+        "--quick", action="store_true", help="about a minute: fewer turns, a smaller window, no percentiles"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured as JSON")
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="write a page with the plot and every turn")
-    parser.add_argument("--model", metavar="FILE.gguf", type=Path, help="weights; default: Gemma 3 270M (see the README)")
+    parser.add_argument(
+        "--model", metavar="FILE.gguf", type=Path, help="weights; default: Gemma 3 270M (see the README)"
+    )
     parser.set_defaults(run=command)
 
 
@@ -82,7 +89,7 @@ async def _measure(folder: Path, settings: Settings, options: argparse.Namespace
         load = os.getloadavg()[0]
         started = time.perf_counter()
         for mode in MODES:
-            runs[mode] = await run(mode, engine, found, settings, lambda turn, mode=mode: print(report.row(mode, turn), flush=True))  # type: ignore[misc]  # fmt: skip
+            runs[mode] = await run(mode, engine, found, settings, partial(_show, mode))
         machine = {
             "cpus": os.cpu_count(),
             "machine": platform.machine(),
@@ -94,12 +101,18 @@ async def _measure(folder: Path, settings: Settings, options: argparse.Namespace
     return report.as_json(runs, settings, quick=options.quick, machine=machine)
 
 
+def _show(mode: str, turn: Turn) -> None:
+    print(report.row(mode, turn), flush=True)
+
+
 async def _chunks(folder: Path, settings: Settings, engine: EmbeddedEngine) -> list[Chunk]:
     """The turns' texts; the instruction around a chunk counts as part of its turn."""
     frame = await engine.count_tokens(ASK.format(file="engines/example.py", text="")) + 8
     found = await chunks(folder, turns=settings.turns, tokens=settings.chunk_tokens - frame, count=engine.count_tokens)
     if len(found) < 2:
-        raise SmoothctxError(f"--path {folder}: not enough readable text there for two turns of {settings.chunk_tokens} tokens")
+        raise SmoothctxError(
+            f"--path {folder}: not enough readable text there for two turns of {settings.chunk_tokens} tokens"
+        )
     if len(found) < settings.turns:
         print(f"only {len(found)} turns: {folder} holds no more text", file=sys.stderr)
     return found

@@ -125,11 +125,15 @@ def summary(data: dict[str, Any]) -> str:
         for kind, name in (("transform_turns", "transform turns"), ("ordinary_turns", "other turns")):
             f = data["modes"][mode][kind]
             cells = [f["max_ms"], f["mean_ms"]] if quick else [f["p50_ms"], f["p95_ms"], f["max_ms"], f["mean_ms"]]
-            lines.append(f"{NAMES[mode] + ', ' + name:<28}{f['n']:>4}" + "".join(f"{'-' if c is None else f'{c:.0f}':>9}" for c in cells))  # fmt: skip
+            lines.append(
+                f"{NAMES[mode] + ', ' + name:<28}{f['n']:>4}"
+                + "".join(f"{'-' if c is None else f'{c:.0f}':>9}" for c in cells)
+            )
     la = data["lookahead"]
     lines += [
         "",
-        f"session: {data['modes']['inline']['session_s']:.0f} s in line, {data['modes']['lookahead']['session_s']:.0f} s with lookahead",
+        f"session: {data['modes']['inline']['session_s']:.0f} s in line, "
+        f"{data['modes']['lookahead']['session_s']:.0f} s with lookahead",
         f"lookaheads: {la['started']} started, {la['committed']} committed, {la['stale']} stale, "
         f"{la['failed']} failed; {la['wasted_tokens']} tokens wasted",
     ]
@@ -183,7 +187,9 @@ def svg(data: dict[str, Any], *, width: int = 860, height: int = 340) -> str:
     ]
     k = 0
     while k * step <= high:
-        out.append(f'<line x1="{left}" x2="{width - right}" y1="{y(k * step):.1f}" y2="{y(k * step):.1f}" stroke="#e5e7eb"/>')
+        out.append(
+            f'<line x1="{left}" x2="{width - right}" y1="{y(k * step):.1f}" y2="{y(k * step):.1f}" stroke="#e5e7eb"/>'
+        )
         out.append(f'<text x="{left - 8}" y="{y(k * step) + 4:.1f}" text-anchor="end" fill="#555">{k * step:g}</text>')
         k += 1
     for turn in range(1, n + 1, max(1, n // 14)):
@@ -196,10 +202,11 @@ def svg(data: dict[str, Any], *, width: int = 860, height: int = 340) -> str:
         for t in series[mode]:
             if t["transform"]:
                 what = f"{NAMES[mode]}, turn {t['turn']}: {t['ttft_ms'] / 1000:.2f} s"
-                out.append(f'<circle cx="{x(t["turn"]):.1f}" cy="{y(t["ttft_ms"] / 1000):.1f}" r="4.5" fill="{colour}"><title>{what}</title></circle>')  # fmt: skip
-        at = left + 300 + 190 * i
-        out.append(f'<circle cx="{at}" cy="32" r="4.5" fill="{colour}"/>')
-        out.append(f'<text x="{at + 10}" y="36" fill="#111">{NAMES[mode]} (dot: rewrite)</text>')
+                at = f'cx="{x(t["turn"]):.1f}" cy="{y(t["ttft_ms"] / 1000):.1f}"'
+                out.append(f'<circle {at} r="4.5" fill="{colour}"><title>{what}</title></circle>')
+        legend = left + 300 + 190 * i
+        out.append(f'<circle cx="{legend}" cy="32" r="4.5" fill="{colour}"/>')
+        out.append(f'<text x="{legend + 10}" y="36" fill="#111">{NAMES[mode]} (dot: rewrite)</text>')
     out.append("</svg>")
     return "\n".join(out)
 

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 import httpx
 
-from ..errors import ClosedError, ConfigurationError, EngineError, EngineProtocolError, EngineUnreachable, MessageError
+from ..errors import ClosedError, ConfigurationError, EngineError, EngineProtocolError, MessageError
 from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
 from .binding import Binding, EngineBinding
@@ -101,7 +101,9 @@ class Stream:
                 ended = True
                 break
             if event.get("error"):
-                raise EngineProtocolError(f"{self._url}: the server reported an error in the stream: {error_text(event)}")
+                raise EngineProtocolError(
+                    f"{self._url}: the server reported an error in the stream: {error_text(event)}"
+                )
             if isinstance(event.get("usage"), dict):
                 usage = read_usage(event["usage"])
             for choice in dicts(event.get("choices")):
