@@ -59,7 +59,6 @@ class Launcher:
         #: rewrite mode: how many messages the rewritten head has, its digest, and the store key of its raw form
         self.archived: tuple[int, bytes, str] | None = None
         self._last_raw: list[Any] = []
-        self._private = f"private-{id(self):x}-{runtime.now()}"
 
     # -- building work -------------------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class Launcher:
         opening = isinstance(transform, Isolate)
         print_ = transform.fingerprint
         parts = [
-            print_ or f"{self._private}:{id(transform)}",
+            print_ or self._runtime.private_id(transform),
             str(run.start),
             history.chain[run.start].hex(),
             history.chain[run.end].hex(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -27,6 +29,7 @@ from .session import Session
 from .states import HandleState, Reason
 from .store import Store
 from .stores import MemoryStore
+from .transforms.base import Transform
 from .usage import Counters, Usage
 
 #: background writes waiting for the store; more are dropped, oldest first, with an event
@@ -109,6 +112,8 @@ class Runtime:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._flights: dict[tuple[str, str], Flight] = {}
         self._foregrounds: dict[int, Foreground] = {}
+        self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count(1)
         self._writes: deque[tuple[str, str, bytes]] = deque()
         self._writing = False
         self._lock = threading.RLock()
@@ -494,6 +499,17 @@ class Runtime:
             entry = self._writes.popleft() if again else None
         if entry is not None:
             self.write(*entry)
+
+    def private_id(self, transform: Transform) -> str:
+        """Names a transform without a fingerprint, for as long as it lives in this process."""
+        with self._lock:
+            try:
+                number = self._private.get(transform)
+                if number is None:
+                    number = self._private[transform] = next(self._numbers)
+            except TypeError:  # it cannot be held weakly, or not be hashed: nothing of it is shared
+                number = next(self._numbers)
+            return f"private:{number}"
 
     def on_loop(self, run: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> None:
         """For synchronous callers: run something on this runtime's loop, and wait ``timeout`` seconds at most."""

@@ -335,7 +335,8 @@ class Session:
     @property
     def lookahead(self) -> LookaheadHandle | None:
         """The live handle of this branch, if there is one."""
-        return self._live
+        live = self._live
+        return live if live is not None and live.state not in FINAL else None
 
     def __repr__(self) -> str:
         return f"<Session {self.id!r} {self.branch.messages} messages, {self.branch.tokens} tokens, {self._live!r}>"

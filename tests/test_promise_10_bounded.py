@@ -35,13 +35,26 @@ async def test_promise_10_a_full_queue_is_a_typed_discard() -> None:
         assert runtime.counters.started == 5
         assert runtime.counters.stale == {Reason.QUEUE_FULL: 3}
         assert {e.data["reason"] for e in events.of("lookahead.discarded")} == {"queue_full"}
-        assert sum(s.lookahead is not None for s in sessions) == 2
         coherent(sessions[0], runtime, live=2)
         model.release.set()
         await settle(5)
         sessions[4].observe(histories[4])
         await settle(5)
         assert summaries(await sessions[4].commit(histories[4]))
+
+
+@virtual
+async def test_promise_10_a_lookahead_that_found_the_queue_full_is_not_the_live_one() -> None:
+    """Discarded before ``observe`` returned: the session has no live handle, as ``observe`` says."""
+    model = FakeSummarizer("hold")
+    async with make_runtime(concurrency=1, max_pending=1) as runtime:
+        sessions = [runtime.session(f"s{k}", policy=make_policy(model)) for k in range(3)]
+        started = []
+        for k, session in enumerate(sessions):
+            started.append(session.observe(chat(12, size=55, first=100 * k)))
+            await settle()
+        assert [h is None for h in started] == [False, False, True]
+        assert sessions[2].lookahead is None
 
 
 @virtual
