@@ -350,8 +350,11 @@ class Session:
                 raise ClosedError(f"session {self.id!r} is closed")
             check_messages(self.codec, messages)
             if handle.flight.opening is not None:
-                handle.move(HandleState.COMMITTED)
-                self._account(handle)
+                if handle.move(HandleState.COMMITTED):
+                    self._account(handle)
+                    self._runtime.count("committed")
+                    self._emit("lookahead.committed", handle=handle.id, how="ready", saved=0)
+                    self._forget_handle(handle)
                 return list(handle.flight.opening)
             self._sync(messages)
             artifact = handle.flight.artifact

@@ -17,7 +17,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, Reason
 
 

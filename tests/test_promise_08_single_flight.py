@@ -15,7 +15,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import Finish, HandleState, MemoryStore, Reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from helpers import (
     CODEC,
     A,
@@ -21,7 +22,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, Offload, Policy, Reason
 
 
@@ -116,7 +116,7 @@ async def test_promise_09_an_edit_that_re_bills_more_than_it_saves_waits_until_t
         messages += [A("<90>", size=200), H("<91>", size=200)]
         view = await session.commit(messages)
         assert summaries(view) and marks(view) == marks(messages)
-        assert handle.state is HandleState.COMMITTED
+        assert handle.receipt is session.receipts[0]
         assert session.receipts[0].waited_s == 0 and model.calls == 1
 
 
@@ -136,7 +136,7 @@ async def test_promise_09_the_same_edit_is_made_where_nothing_was_sent_yet() -> 
 
 @virtual
 async def test_promise_09_a_result_that_the_tail_outgrew_is_not_applied() -> None:
-    """Ready, but with it the view would stay above the trigger: it is dropped, and a run that covers more replaces it."""
+    """Ready, but the view would stay above the trigger: it is dropped, and a run that covers more replaces it."""
     model = FakeSummarizer()
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(model, trigger=("tokens", 600), land_at=("tokens", 400)))

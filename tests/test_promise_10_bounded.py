@@ -16,7 +16,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, MemoryStore, Reason, Salvage
 from smoothctx.session import MAX_ARTIFACTS, MAX_RECEIPTS
 from smoothctx.states import FINAL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from helpers import (
     FakeSummarizer,
     FlakyStore,
@@ -19,7 +20,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, Reason
 
 

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
+
 from helpers import (
     Events,
     FakeSummarizer,
@@ -18,7 +19,6 @@ from helpers import (
     summaries,
     virtual,
 )
-
 from smoothctx import HandleState, Runtime, Usage
 
 RUN: ContextVar[str] = ContextVar("RUN", default="nobody")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from helpers import (
     CODEC,
     A,
@@ -19,8 +20,7 @@ from helpers import (
     settle,
     virtual,
 )
-
-from smoothctx import FolderStore, MemoryStore, Offload, Policy, Session, Store
+from smoothctx import MemoryStore, Offload, Policy, Session, Store
 from smoothctx.codec import SUMMARY_NOTE, SUMMARY_TAG
 
 OPEN, CLOSE = f"<{SUMMARY_TAG}>", f"</{SUMMARY_TAG}>"
@@ -52,7 +52,7 @@ async def test_promise_14_a_summary_is_a_fenced_user_message_with_its_note() -> 
         text = await summary_of(session, chat(12, size=55))
         assert fenced(text)
         assert text.splitlines()[1] == SUMMARY_NOTE
-        assert "record" in SUMMARY_NOTE and "instruction" in SUMMARY_NOTE
+        assert "record" in SUMMARY_NOTE.lower() and "not instructions" in SUMMARY_NOTE
         assert "We agreed on blue." in text
 
 
@@ -132,13 +132,12 @@ def with_secret() -> list[Message]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["runtime", "own", "folder"])
+@pytest.mark.parametrize("kind", ["runtime", "own"])
 @virtual
-async def test_promise_14_offloaded_content_is_unreadable_from_another_tenant(kind: str, tmp_path: object) -> None:
+async def test_promise_14_offloaded_content_is_unreadable_from_another_tenant(kind: str) -> None:
     """The id alone opens nothing: ``retrieve`` of another tenant's session says that there is no such content."""
     own = MemoryStore(clock=lambda: 0.0) if kind == "own" else None
-    store = FolderStore(str(tmp_path)) if kind == "folder" else MemoryStore(clock=lambda: 0.0)
-    async with make_runtime(store=store) as runtime:
+    async with make_runtime() as runtime:
         policy = offloading(own)
         mine = runtime.session("s", policy=policy, tenant="a")
         messages = with_secret()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from helpers import (
     Events,
     FakeSummarizer,
@@ -17,7 +18,6 @@ from helpers import (
     settle,
     virtual,
 )
-
 from smoothctx import HandleState, KeepRecent, Locality, Policy, Reason, Rewrite, TransformRequest, Usage
 
 PAID = Usage(input_tokens=100, output_tokens=20, calls=1)
