@@ -18,7 +18,7 @@ from .segments import Segmenter, segment
 PIN_OPEN = "<pin>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Change:
     """What a sync found. ``common``: messages that stayed; ``previous``: messages held before;
     ``error``: why messages from ``len(history)`` on could not be read, if so."""

@@ -722,6 +722,8 @@ class Session:
         branch, policy = self.branch, self.policy
         tokens = branch.tokens + policy.reserved_tokens
         if not due and not policy.reached(tokens, branch.messages):
+            if self.engine is None and self._forecast.work.value is None:
+                return None  # nothing is known of how long it takes: the trigger says when
             limit = policy.limit_tokens(policy.hard_limit)
             early = policy.over(policy.land_at, tokens, branch.messages) and self._forecast.late(
                 tokens, limit, self._work()
