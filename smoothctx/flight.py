@@ -114,11 +114,12 @@ class Flight:
         if found is not None:
             self.artifact, self.from_store = found, True
         else:
-            request = plan.request if self.raw is None else await self.raw(plan.request)
             spent = self.usage
-            request = replace(request, on_usage=self._spend)
+            request = replace(plan.request, on_usage=self._spend)
             plan.check_unedited()
             with anyio.fail_after(plan.timeout_s):
+                if self.raw is not None:
+                    request = await self.raw(request)
                 rewrite = await self.executor.execute(plan.transform, request)
             plan.check_unedited()
             self.usage = spent + rewrite.usage

@@ -43,6 +43,17 @@ PREVIEW_TOKENS = 64
 INDEX_SIZE = 16
 
 
+class _Written:
+    """The runtime's store for reading, with what still waits to be written to it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def get(self, tenant: str, key: str) -> bytes | None:
+        waiting = self._runtime.pending(tenant, key)
+        return waiting if waiting is not None else await self._runtime.store.get(tenant, key)
+
+
 class Launcher:
     """Carries out what one session decides."""
 
@@ -273,7 +284,7 @@ class Launcher:
             found = await own.retrieve(id, offset, limit, tenant=tenant)
             if not found.startswith("error: no offloaded content"):
                 return found
-        return await retrieve(self._runtime.store, id, offset, limit, tenant=tenant)
+        return await retrieve(_Written(self._runtime), id, offset, limit, tenant=tenant)
 
     def _local(
         self, name: str, start: int, end: int, edits: tuple[Edit, ...], start_digest: bytes, end_digest: bytes

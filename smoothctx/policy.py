@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -120,6 +121,8 @@ class Policy:
         _number("max_wait", self.max_wait, 0, float("inf"))
         _number("min_savings", self.min_savings, 0, 1)
         _number("reserved_tokens", self.reserved_tokens, 0, float("inf"))
+        if self.reserved_tokens != int(self.reserved_tokens):
+            raise ConfigurationError(f"reserved_tokens={self.reserved_tokens!r}: expected a whole number of tokens")
         if self.max_message_tokens is not None:
             _positive("max_message_tokens", self.max_message_tokens)
         if self.token_counter is not None and not callable(self.token_counter):
@@ -210,7 +213,8 @@ def _positive(option: str, value: Any) -> None:
 
 
 def _number(option: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or not low <= value <= high:
         bound = f"between {low:g} and {high:g}" if high != float("inf") else f"of at least {low:g}"
         raise ConfigurationError(f"{option}={value!r}: expected a number {bound}")
 

@@ -111,7 +111,8 @@ class Runtime:
         )
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._flights: dict[tuple[str, str], Flight] = {}
-        self._foregrounds: dict[int, Foreground] = {}
+        self._foregrounds: weakref.WeakKeyDictionary[Any, Foreground] = weakref.WeakKeyDictionary()
+        self._foreground = Foreground(self.now)  # of sessions without an engine
         self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._writes: deque[tuple[str, str, bytes]] = deque()
@@ -282,6 +283,13 @@ class Runtime:
             gone.append((session, Reason.EXPIRED if session.used_at < oldest else Reason.EVICTED))
         return gone
 
+    def touch(self, session: Session) -> None:
+        """A session was used: it is the last to go when room is needed."""
+        with self._lock:
+            key = (session.tenant, session.id)
+            if self._sessions.get(key) is session:
+                self._sessions.move_to_end(key)
+
     def forget(self, session: Session) -> None:
         """A session was closed."""
         with self._lock:
@@ -297,7 +305,13 @@ class Runtime:
     def foreground(self, engine: Any) -> Foreground:
         """The foreground of an engine, shared by every session on it."""
         with self._lock:
-            return self._foregrounds.setdefault(id(engine), Foreground(self.now))
+            try:
+                found = self._foregrounds.get(engine)
+                if found is None:
+                    found = self._foregrounds[engine] = Foreground(self.now)
+            except TypeError:  # None, or an engine that cannot be held weakly
+                return self._foreground if engine is None else Foreground(self.now)
+            return found
 
     # -- flights ---------------------------------------------------------------------------------------------------
 
@@ -459,9 +473,14 @@ class Runtime:
             if len(self._writes) > MAX_WRITES:
                 _, lost, _ = self._writes.popleft()
                 self.events.emit("store.error", tenant=tenant, error=f"too many writes are waiting: {lost} was dropped")
-            if self._writing or self._closed:
+        self._start_writing()
+
+    def _start_writing(self) -> None:
+        with self._lock:
+            if self._writing or self._closed or not self._writes:
                 return
             self._writing = True
+            tenant = self._writes[0][0]
         work = Work(
             key="store.write",
             tenant=tenant,
@@ -474,8 +493,14 @@ class Runtime:
             on_start=lambda: None,
             on_done=self._written,
             promoted=True,
+            internal=True,
         )
         self._pool.submit(work)
+
+    def pending(self, tenant: str, key: str) -> bytes | None:
+        """What waits to be written under a key: it can be read before the store has it."""
+        with self._lock:
+            return next((v for t, k, v in reversed(self._writes) if t == tenant and k == key), None)
 
     async def _write_all(self) -> None:
         while self._writes:
@@ -492,13 +517,12 @@ class Runtime:
         except Exception as error:
             self.events.emit("store.error", tenant=tenant, error=f"{type(error).__name__}: {error}", key=key)
 
-    def _written(self, _: Outcome) -> None:
+    def _written(self, outcome: Outcome) -> None:
         with self._lock:
             self._writing = False
-            again = bool(self._writes) and not self._closed
-            entry = self._writes.popleft() if again else None
-        if entry is not None:
-            self.write(*entry)
+            again = outcome.reason is None and bool(self._writes) and not self._closed
+        if again:  # one came while the last was being written
+            self._start_writing()
 
     def private_id(self, transform: Transform) -> str:
         """Names a transform without a fingerprint, for as long as it lives in this process."""

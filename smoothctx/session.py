@@ -278,6 +278,8 @@ class Session:
 
     def fork(self, new_id: str) -> Session:
         """A session of its own that starts with everything this one holds; its branch goes its own way."""
+        if self.closed:
+            raise ClosedError(f"session {self.id!r} is closed: nothing is left to fork from")
         other = self._runtime.session(
             new_id,
             policy=self.policy,
@@ -293,6 +295,7 @@ class Session:
             other._artifacts.update(artifacts)
             other._committed |= committed
             other.pins = (*pins, *(p for p in other.pins if p not in pins))
+            other.tasks = other.tasks or self.tasks
             other._launcher.archived = self._launcher.archived
         return other
 
@@ -350,6 +353,15 @@ class Session:
                 raise ClosedError(f"session {self.id!r} is closed")
             check_messages(self.codec, messages)
             if handle.flight.opening is not None:
+                self._sync(messages)
+                made = handle.flight.plan
+                chain = self.branch.history.chain
+                if made.end >= len(chain) or chain[made.end] != made.end_digest:
+                    self._drop(handle, Reason.DIGEST_MISMATCH)
+                    raise StaleHandle(
+                        f"lookahead {handle.id} does not fit these messages: the history up to message {made.end} "
+                        "is not the one that the opening was made from"
+                    )
                 if handle.move(HandleState.COMMITTED):
                     self._account(handle)
                     self._runtime.count("committed")
@@ -480,6 +492,7 @@ class Session:
         change: Change | None = None
         if waited is None:
             now = self.used_at = self._runtime.now()
+            self._runtime.touch(self)
             first, self._first_commit = self._first_commit, False
             self._launcher.foreground_begin(self._token)
             change = self._sync(messages)
@@ -490,6 +503,8 @@ class Session:
             self._forecast.boundary(now, branch.history.tokens[-1])
             if policy.max_message_tokens is not None:
                 self._offload_entries(messages, change)
+        else:
+            self._sync(messages)  # while we waited the list may have been edited, or another one committed
         branch = self.branch
         if branch.fits(policy):
             self._commit_ready(messages, at_limit=False)
@@ -554,6 +569,7 @@ class Session:
         if isinstance(policy.discard, Immediate):
             for key in [k for k, a in self._artifacts.items() if not a.replacement.valid(branch.history)]:
                 del self._artifacts[key]
+            self._committed &= self._artifacts.keys()
         self._salvage(messages, before)
 
     def _salvage(self, messages: Sequence[Any], before: int, beyond: int = -1) -> None:

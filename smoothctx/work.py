@@ -50,6 +50,8 @@ class Work:
     name: str = "work"
     breaker_key: str = ""
     promoted: bool = False
+    #: the runtime's own (a store write): nobody is asked whether it may run
+    internal: bool = False
 
 
 class Admission(Protocol):

@@ -97,7 +97,11 @@ class Worker:
     async def _ask_admission(self, entry: Entry) -> str | float:
         """``"run"``, ``"skip"``, or the seconds to defer for. Whatever goes wrong means ``"run"``."""
         admission = self._admission
-        if admission is None or (self._stuck_admission is not None and not self._stuck_admission.done()):
+        if (
+            admission is None
+            or entry.work.internal
+            or (self._stuck_admission is not None and not self._stuck_admission.done())
+        ):
             return "run"
 
         async def ask(_: Call) -> object:

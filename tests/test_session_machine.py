@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from helpers import CODEC, A, Events, H, Message, S, T, marks, problems, same_objects
+from helpers import CODEC, A, Events, FlakyStore, H, Message, S, T, marks, problems, same_objects
 from smoothctx import (
     ConfigurationError,
     Finish,
@@ -34,6 +34,7 @@ from smoothctx import (
     Session,
     Summarize,
 )
+from smoothctx.launch import STORE_WAIT
 from smoothctx.session import MAX_ARTIFACTS
 from virtual import VirtualTimeLoop
 
@@ -115,6 +116,8 @@ class Conversations(RuleBasedStateMachine):
         rewrite=st.booleans(),
         system=st.booleans(),
         start=st.integers(0, 10),
+        store=st.sampled_from([None, "works", "works", "fail", "hang", "corrupt"]),
+        entry=st.sampled_from([None, 150]),
     )
     def begin(
         self,
@@ -127,9 +130,12 @@ class Conversations(RuleBasedStateMachine):
         rewrite: bool,
         system: bool,
         start: int,
+        store: str | None,
+        entry: int | None,
     ) -> None:
+        self.store = None if store is None else FlakyStore(mode=None if store == "works" else store)
         self.runtime = Runtime(
-            clock=self.loop.time, on_event=self.events, concurrency=concurrency, max_pending=3, max_sessions=20
+            clock=self.loop.time, on_event=self.events, store=self.store, concurrency=concurrency, max_pending=3
         )
         self.runner.run(self.runtime.__aenter__())
         self.policy = Policy(
@@ -139,6 +145,7 @@ class Conversations(RuleBasedStateMachine):
             ),
             context_window=WINDOW, trigger=("fraction", 0.5), land_at=("fraction", 0.3), commit=commit,
             overrun=overrun, discard=discard, max_wait=MAX_WAIT, fallback=KeepRecent(("messages", 3)),
+            max_message_tokens=entry,
         )  # fmt: skip
         session = self.runtime.session("s0", policy=self.policy)
         messages = [S()] if system else []
@@ -293,13 +300,15 @@ class Conversations(RuleBasedStateMachine):
         raw = list(line.messages)
         before = copy.deepcopy(raw)
         receipts = len(line.session.receipts)
-        began = self.loop.time()
+        began, first = self.loop.time(), line.session._first_commit
         view = self.runner.run(line.session.commit(line.messages))
         waited = self.loop.time() - began
         assert same_objects(line.messages, raw) and raw == before, "the caller's messages were changed"
         new = list(line.session.receipts)[receipts:]
         tokens = sum(map(CODEC.estimate, view))
-        if waited > 0:
+        if first and self.store is not None:
+            waited -= STORE_WAIT
+        if waited > 1e-6:
             assert waited <= MAX_WAIT + 1e-6
             assert tokens > LIMIT or any(r.tokens_before > LIMIT for r in new), "waited below the hard limit"
         half = CODEC.estimate(raw[-1]) if raw and CODEC.in_progress(raw[-1]) else 0

@@ -93,3 +93,72 @@ def test_event_loops_that_come_and_go() -> None:
             thread.join(60)
         assert not failed
         assert runtime.counters.committed >= 4
+
+
+def test_offloaded_content_can_be_read_before_the_store_has_it() -> None:
+    """While lookaheads hang and admission refuses everything, a stub's content is there all the same."""
+
+    class Refuses:
+        asked = 0
+
+        async def decide(self, work: object) -> str:
+            Refuses.asked += 1
+            return "skip"
+
+    async def main() -> None:
+        async with Runtime(admission=Refuses(), concurrency=1) as runtime:
+            options = {"trigger": ("tokens", 5000), "hard_limit": ("tokens", 9000), "land_at": ("tokens", 2000)}
+            session = runtime.session("s", policy=Policy(Summarize(Model()), max_message_tokens=50, **options))
+            call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": "read it"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "line of text\n" * 200},
+            ]
+            view = await session.commit(messages)
+            content_id = view[2]["content"].split('id="')[1].split('"')[0]
+            assert "line of text" in await session.retrieve(content_id)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert Refuses.asked == 0 and "line of text" in await session.retrieve(content_id)
+
+    asyncio.run(main())
+
+
+def test_the_least_recently_used_session_is_closed_first() -> None:
+    """A session that is in use stays open when room is needed."""
+
+    async def main() -> None:
+        async with Runtime(max_sessions=2) as runtime:
+            mine = policy(Model())
+            busy, idle = runtime.session("busy", policy=mine), runtime.session("idle", policy=mine)
+            await busy.commit([{"role": "user", "content": "hi"}])
+            runtime.session("new", policy=mine)
+            assert idle.closed and not busy.closed
+
+    asyncio.run(main())
+
+
+def test_a_list_edited_while_its_commit_waits_is_sent_as_it_is_now() -> None:
+    """Nothing is lost: what was inserted during the wait at the hard limit is in the view."""
+
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def slow(messages: list[dict[str, Any]], *, max_tokens: int | None = None) -> str:
+            started.set()
+            await asyncio.sleep(0.05)
+            return "summary"
+
+        async with Runtime() as runtime:
+            transform = Summarize(slow, keep=("messages", 4), max_tokens=50, facts=False, window=50_000)
+            session = runtime.session("s", policy=Policy(transform, context_window=1_000, max_wait=5))
+            messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + "x" * 150} for k in range(41)]
+            waiting = asyncio.create_task(session.commit(messages))  # noqa: TID251  # awaited below
+            await started.wait()
+            inserted = {"role": "user", "content": "INSERTED"}
+            messages.insert(40, inserted)
+            view = await waiting
+            assert any(m is inserted for m in view) and view[-1] is messages[-1]
+
+    asyncio.run(main())

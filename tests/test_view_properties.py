@@ -143,7 +143,9 @@ def test_property_no_rewrite_makes_a_request_worse(
         assert branch.tokens == sum(map(CODEC.estimate, view))
         assert branch.messages == len(view)
         run = artifact.replacement
-        removed = {i for e in run.edits for i in range(e.start, e.end)} | kept_inside(branch.history, run.start, run.end)
+        removed = {i for e in run.edits for i in range(e.start, e.end)} | kept_inside(
+            branch.history, run.start, run.end
+        )
         for s in segments(messages):  # one is rewritten whole or not at all, but for what has to stay in any case
             assert len(removed & set(range(s.start, s.end))) in (0, s.end - s.start)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ..codec import Codec
 from ..errors import ConfigurationError, TransformError
@@ -153,7 +153,15 @@ class Offload:
         return f"Offload(min_tokens={self.min_tokens}, keep_recent={self.keep_recent})"
 
 
-async def retrieve(store: Store, id: Any, offset: Any = 0, limit: Any = PAGE, *, tenant: str = "default") -> str:
+class Readable(Protocol):
+    """What ``retrieve`` needs of a store."""
+
+    async def get(self, tenant: str, key: str) -> bytes | None:
+        """The value, or ``None`` where there is none."""
+        ...
+
+
+async def retrieve(store: Readable, id: Any, offset: Any = 0, limit: Any = PAGE, *, tenant: str = "default") -> str:
     """A page of the content stored under ``id`` for this tenant, with a line that says what it is a page of.
 
     Never raises for what a model may pass: wrong arguments, unknown ids and store failures
