@@ -223,10 +223,16 @@ class Branch:
                 edit = Edit(start=i, end=i + 1, messages=(note,), tokens=self.history.count([note]))
                 self._set([replace(a, extra=(*a.extra, edit)) if a is owner else a for a in self.applied])
 
+    def frozen(self) -> list[Any]:
+        """The view of the readable part, frozen: what a caller that keeps the view will hold."""
+        freeze = self.codec.freeze
+        edits = [replace(e, messages=tuple(map(freeze, e.messages))) for e in self.edits]
+        return project(self.history.frozen, edits)
+
     def inherit(self, other: Branch, base: int) -> None:
         """Take over what another branch learned of the provider's counts (rewrite mode: its view is our base).
         The reports on the first ``base`` messages are of larger views that are gone."""
-        self._offset, self._ratio = other._offset, other._ratio
+        self._offset, self._ratio, self.sent = other._offset, other._ratio, base
         self.history.reports_from = base
 
     def recalibrate(self) -> None:

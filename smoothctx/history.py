@@ -89,9 +89,17 @@ class History:
             self._truncate(messages, common)
         return Change(common, previous, self._extend(messages))
 
-    def frozen(self, index: int) -> Any:
-        """The frozen form of one message."""
-        return self._frozen[index]
+    @property
+    def frozen(self) -> Sequence[Any]:
+        """The frozen form of every message."""
+        return self._frozen
+
+    def continues(self, messages: Sequence[Any], *, tail_only: bool = False) -> bool:
+        """Are these messages what is held, perhaps with more behind it? With ``tail_only`` by the last held one."""
+        n = len(self._frozen)
+        if tail_only and len(messages) >= n and (n == 0 or self.codec.same([messages[n - 1]], [self._frozen[n - 1]])):
+            return True
+        return self.unchanged(messages)
 
     def unchanged(self, messages: Sequence[Any]) -> bool:
         """Is everything held still at the head of ``messages``?"""
@@ -100,10 +108,7 @@ class History:
 
     def _common(self, messages: Sequence[Any], tail_only: bool) -> int:
         frozen, codec, n = self._frozen, self.codec, len(self._frozen)
-        if tail_only and len(messages) >= n:
-            if n == 0 or codec.same([messages[n - 1]], [frozen[n - 1]]):
-                return n
-        if self.unchanged(messages):
+        if self.continues(messages, tail_only=tail_only):
             return n
         for i in range(min(n, len(messages))):
             message = messages[i]

@@ -214,7 +214,7 @@ class Launcher:
             transform=transform,
             request=request,
             units=tuple(pieces),
-            frozen=tuple(history.frozen(u.start) for u in pieces if u.edit is None),
+            frozen=tuple(history.frozen[u.start] for u in pieces if u.edit is None),
             kept=run.kept,
             start=run.start,
             end=run.end,

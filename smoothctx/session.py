@@ -112,7 +112,8 @@ class Session:
         self._barren: tuple[str | None, int] | None = None
         self._outgrown = False  # the last result was dropped because the tail had outgrown it
         self._said: dict[str, str] = {}  # by the event's name
-        self._base: list[Any] | None = None  # the last rewritten view, to recognise it as the caller's new list
+        # the last rewritten view, frozen as it was sent: to recognise it as the caller's new list
+        self._base: list[Any] | None = None
         self._first_commit = True
         self._launcher = Launcher(runtime, self)
         self._token = object()
@@ -532,7 +533,7 @@ class Session:
         return self.policy.max_wait
 
     def _sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> Change:
-        if not tail_only and self._base is not None and not self.branch.history.unchanged(messages):
+        if self._base is not None and not self.branch.history.continues(messages, tail_only=tail_only):
             self._rebase(messages)
         branch = self.branch  # after a rebase it is another one
         change, lost = branch.sync(messages, tail_only=tail_only)
@@ -597,7 +598,7 @@ class Session:
         base = self._base
         if base is None or len(messages) < len(base):
             return
-        if not self.codec.same(messages[: len(base)], [self.codec.freeze(m) for m in base]):
+        if not self.codec.same(messages[: len(base)], base):
             return
         self._launcher.archive()
         self._base = None
@@ -799,7 +800,7 @@ class Session:
     def _sent(self, messages: Sequence[Any]) -> list[Any]:
         view = self.branch.project(messages)
         self.branch.sent = len(self.branch.history)
-        self._base = view[:] if self.branch.edits else None
+        self._base = self.branch.frozen() if self.branch.edits else None
         self._launcher.sent(messages, bool(self.branch.edits))
         return view
 

@@ -244,3 +244,44 @@ async def test_promise_04_a_summary_that_supersedes_a_fallback_covers_what_it_dr
             await settle(5)
         assert session.receipts[-1].how == "ready"
         assert marks(view) == marks(messages)
+
+
+@pytest.mark.parametrize("observed", [True, False], ids=["observed", "committed"])
+@virtual
+async def test_promise_04_rewrite_mode_is_recognised_at_either_boundary(observed: bool) -> None:
+    """A caller that keeps the returned view is followed from its first observe or commit on: the raw messages behind
+    the summary are archived, and the next summary with ``source="raw"`` reads them again."""
+    model = FakeSummarizer()
+    async with make_runtime(on_event=(events := Events())) as runtime:
+        session = runtime.session("s", policy=make_policy(model, source="raw"))
+        messages = chat(10, size=60)
+        await session.commit(messages)
+        await settle(5)
+        messages = await session.commit(messages)
+        messages += chat(8, size=60, first=20, system=False)
+        if observed:
+            session.observe(messages)
+        await session.commit(messages)
+        await settle(5)
+        await session.commit(messages)
+        assert len(events.of("view.rebased")) == 1 and not events.of("view.dropped")
+        assert len(session.receipts) == 2
+        assert not summaries(model.inputs[-1]) and 1 in marks(model.inputs[-1])
+
+
+@virtual
+async def test_promise_04_rewrite_mode_an_edited_view_is_not_the_one_that_was_sent() -> None:
+    """The caller edits the summary in the view that it keeps: what is archived behind the old text is not read back."""
+    model = FakeSummarizer()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model, source="raw"))
+        messages = chat(10, size=60)
+        await session.commit(messages)
+        await settle(5)
+        messages = await session.commit(messages)
+        messages[1]["content"] = "<777> my own summary"
+        messages += chat(8, size=60, first=20, system=False)
+        await session.commit(messages)
+        await settle(5)
+        view = await session.commit(messages)
+        assert summaries(view) and 777 in marks(view) and 1 not in marks(view)

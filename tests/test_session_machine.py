@@ -449,7 +449,7 @@ class Conversations(RuleBasedStateMachine):
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=int(os.environ.get("SMOOTHCTX_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("SMOOTHCTX_EXAMPLES", "30")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
