@@ -1,13 +1,27 @@
-"""Synchronous callers: a runtime in a thread of its own, restarts included."""
+"""Synchronous callers and restarts, and the faults that a reader of the README alone has found."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 from typing import Any
 
-from smoothctx import FolderStore, HandleState, Policy, Reason, Runtime, Summarize
+import pytest
+
+from smoothctx import (
+    ConfigurationError,
+    FolderStore,
+    HandleState,
+    Immediate,
+    Isolate,
+    Policy,
+    Reason,
+    Runtime,
+    StaleHandle,
+    Summarize,
+)
 
 
 class Model:
@@ -160,5 +174,80 @@ def test_a_list_edited_while_its_commit_waits_is_sent_as_it_is_now() -> None:
             messages.insert(40, inserted)
             view = await waiting
             assert any(m is inserted for m in view) and view[-1] is messages[-1]
+
+    asyncio.run(main())
+
+
+def test_an_isolate_opening_is_not_given_for_another_history() -> None:
+    """Promise 4: an opening made from one history is stale for another."""
+
+    async def main() -> None:
+        async with Runtime() as runtime:
+            session = runtime.session("s", policy=policy(Model()))
+            messages = [{"role": "user", "content": "secret"}, {"role": "assistant", "content": "r"}]
+            handle = session.schedule_transform(Isolate(instruction="Review."), messages)
+            assert await handle.wait(10) is HandleState.READY
+            with pytest.raises(StaleHandle, match="not the one that the opening was made from"):
+                handle.commit([{"role": "user", "content": "entirely different"}])
+            assert handle.reason is Reason.BRANCH_DIVERGED and runtime.counters.committed == 0
+
+    asyncio.run(main())
+
+
+def test_engines_that_are_gone_leave_nothing_behind() -> None:
+    """Promise 10: what the runtime knows of an engine's foreground goes with the engine."""
+
+    class Engine:
+        pass
+
+    async def main() -> None:
+        async with Runtime() as runtime:
+            for k in range(50):
+                session = runtime.session(f"s{k}", policy=policy(Model()), engine=Engine())
+                await session.commit([{"role": "user", "content": "hi"}])
+                await session.close()
+            del session
+            gc.collect()
+            assert len(runtime._foregrounds) == 0
+
+    asyncio.run(main())
+
+
+def test_immediate_discard_keeps_no_keys_of_dead_branches() -> None:
+    """Promise 10: unrelated histories one after another leave nothing that grows."""
+
+    async def main() -> None:
+        async with Runtime() as runtime:
+            transform = Summarize(Model(), keep=("messages", 4), max_tokens=50, facts=False, window=50_000)
+            session = runtime.session("s", policy=Policy(transform, context_window=1_000, discard=Immediate()))
+            for k in range(10):
+                roles = ("user", "assistant")
+                messages = [{"role": roles[i % 2], "content": f"{k} {i} " + "x" * 150} for i in range(41)]
+                await session.commit(messages)
+            assert session.receipts and len(session._committed) <= len(session._artifacts) <= 2
+
+    asyncio.run(main())
+
+
+def test_a_wait_without_end_is_refused() -> None:
+    """Promise 6: the wait at the hard limit is bounded by construction."""
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match=r"max_wait=(inf|nan): expected a number of at least 0"):
+            Policy(Summarize(Model()), context_window=1_000, max_wait=value)
+    with pytest.raises(ConfigurationError, match=r"reserved_tokens=1.5: expected a whole number of tokens"):
+        Policy(Summarize(Model()), context_window=1_000, reserved_tokens=1.5)  # type: ignore[arg-type]
+
+
+def test_promise_09_in_rewrite_mode_the_cached_view_counts_as_sent() -> None:
+    """After the caller kept our view as its list, messages behind a new edit count as re-billed."""
+
+    async def main() -> None:
+        async with Runtime() as runtime:
+            session = runtime.session("s", policy=policy(Model()))
+            messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + "x" * 150} for k in range(41)]
+            view = await session.commit(messages)
+            assert session.receipts and len(view) < len(messages)
+            session.observe(view := [*view, {"role": "assistant", "content": "reply"}])
+            assert session.branch.sent == len(view) - 1 and not session.branch.applied
 
     asyncio.run(main())
