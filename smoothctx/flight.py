@@ -93,6 +93,7 @@ class Flight:
     executor: Executor
     clock: Callable[[], float]
     raw: Callable[[TransformRequest], Awaitable[TransformRequest]] | None = None
+    save: Callable[[Artifact], None] | None = None
     preload: Callable[[Artifact], Awaitable[bool]] | None = None
     handles: list[LookaheadHandle] = field(default_factory=list)
     work: Work | None = None
@@ -125,6 +126,8 @@ class Flight:
             self.usage = spent + rewrite.usage
             validate(request, rewrite, plan.validators)
             self.artifact = self._artifact(rewrite)
+            if self.save is not None:  # before anybody can commit it: what an index names has to be there
+                self.save(self.artifact)
         for handle in list(self.handles):
             handle.arrived()
         if self.preload is not None:

@@ -172,6 +172,7 @@ class Launcher:
                 executor=runtime.executor,
                 clock=runtime.now,
                 raw=self._raw_loader(transform, run),
+                save=None if opening else self.save,
             )
             if not opening and self._preloads(preload_kv):
                 flight.preload = lambda artifact, own=flight: self._preload(own, artifact)
@@ -409,8 +410,8 @@ class Launcher:
                     self._store_error(error)
         self._index = keys
 
-    def save(self, artifact: Artifact, *, committed: bool) -> None:
-        """Keep an artifact for other processes, in the background; a committed one is named in the index."""
+    def save(self, artifact: Artifact) -> None:
+        """Keep an artifact for other processes, in the background."""
         if not artifact.durable:
             return
         session = self._session
@@ -419,9 +420,13 @@ class Launcher:
         except (TypeError, ValueError) as error:
             self._store_error(error)
             return
-        if not committed:
-            self._runtime.write(session.tenant, f"artifact/{artifact.key}", data)
+        self._runtime.write(session.tenant, f"artifact/{artifact.key}", data)
+
+    def name(self, artifact: Artifact) -> None:
+        """Name a committed artifact in the session's index, so that another process finds it."""
+        if not artifact.durable:
             return
+        session = self._session
         self._index = [*(k for k in self._index if k != artifact.key), artifact.key][-INDEX_SIZE:]
         self._runtime.write(session.tenant, f"index/{session.id}", json.dumps(self._index).encode())
 

@@ -418,8 +418,8 @@ class Session:
                 return
             flight = handle.flight
             if reason is None and flight.artifact is not None:
-                self._remember(flight.artifact)
-                self._launcher.save(flight.artifact, committed=False)
+                if not flight.plan.opening:  # which replaces nothing: nobody else could make anything of it
+                    self._remember(flight.artifact)
                 handle.move(HandleState.READY)
                 self._emit(
                     "lookahead.ready",
@@ -661,7 +661,7 @@ class Session:
         self._committed.add(artifact.key)
         handle.move(HandleState.COMMITTED)
         self._launcher.committed(artifact)
-        self._launcher.save(artifact, committed=True)
+        self._launcher.name(artifact)
         handle.receipt = self._receipt(artifact, how, before, waited, handle)
         self._account(handle)
         self._runtime.count("committed")

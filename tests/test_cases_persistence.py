@@ -384,6 +384,53 @@ async def test_another_policy_or_an_anonymous_model_finds_nothing_of_the_others(
         assert model.calls == 1
 
 
+@pytest.mark.parametrize("preloading", [False, True], ids=["promoted", "promoted while preloading"])
+@virtual
+async def test_b47_b134_a_promoted_commit_is_found_after_a_restart_too(preloading: bool) -> None:
+    """The turn commits what it waited for before the flight has ended: the next process finds that as well."""
+
+    class Binding:
+        """Never done with its preload."""
+
+        def request_options(self) -> dict[str, Any]:
+            return {}
+
+        def transform_options(self, foreground: object, urgent: object) -> dict[str, Any]:
+            return {}
+
+        async def preload(self, view: object, **options: object) -> Any:
+            await settle(3600)
+
+        def committed(self, warm: bool) -> None: ...
+
+        def discarded(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    class Engine:
+        preload_by_default = True
+
+        def bind(self, session_id: str) -> Binding:
+            return Binding()
+
+    store, messages = FlakyStore(), chat(16, size=55)  # over the hard limit
+    policy = {"model_id": "m"}
+    async with make_runtime(store=store) as runtime:
+        engine = Engine() if preloading else None
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=3), **policy), engine=engine)
+        before = await session.commit(messages)
+        assert [r.how for r in session.receipts] == ["promoted"] and summaries(before)
+        await settle(5)
+    model = fast()
+    async with make_runtime(store=store) as runtime:
+        session = runtime.session("s", policy=make_policy(model, **policy))
+        view = await session.commit(reloaded(messages))
+        assert summaries(view) == summaries(before) and marks(view) == marks(before)
+        assert [r.how for r in session.receipts] == ["salvaged"]
+        await settle(5)
+        assert model.calls == 0
+
+
 @virtual
 async def test_promise_12_another_tenant_with_the_same_id_finds_nothing() -> None:
     """Same session id, same messages, same store: another tenant pays for its own."""

@@ -301,6 +301,25 @@ async def test_isolate_returns_the_opening_and_leaves_the_parent_alone() -> None
         coherent(session, runtime)
 
 
+@virtual
+async def test_an_equal_isolate_scheduled_again_gives_its_opening_again() -> None:
+    """An opening is nobody's replacement: it is not taken for one when the same work is asked for twice."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(), window=40_000))
+        messages = chat(4, size=55)
+        for _ in range(2):
+            handle = session.schedule_transform(Isolate(instruction="Do it.", select=lambda m: m[-2:]), messages)
+            await handle.wait()
+            assert handle.commit(messages)[-1] == H("Do it.")
+        child = Isolate(instruction="Do it.", select=lambda m: m[-2:])
+        for _ in range(2):
+            handle = session.schedule_transform(child, messages)
+            await handle.wait()
+            assert handle.commit(messages)[-1] == H("Do it.")
+        assert not session.receipts and not session.branches()
+        coherent(session, runtime)
+
+
 # -- handles -------------------------------------------------------------------------------------------------------
 
 
