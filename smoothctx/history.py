@@ -106,6 +106,21 @@ class History:
         n = len(self._frozen)
         return len(messages) >= n and self.codec.same(messages if len(messages) == n else messages[:n], self._frozen)
 
+    def shared(self, messages: Sequence[Any]) -> int:
+        """How many messages at the head are what is held, by what the model sees of them."""
+        codec, n = self.codec, min(len(self._frozen), len(messages))
+        for i in range(n):
+            message = messages[i]
+            if codec.same([message], [self._frozen[i]]):
+                continue
+            try:
+                codec.check(message, i)
+            except MessageError:
+                return i
+            if link(self.chain[i], codec, message) != self.chain[i + 1]:
+                return i
+        return n
+
     def _common(self, messages: Sequence[Any], tail_only: bool) -> int:
         frozen, codec, n = self._frozen, self.codec, len(self._frozen)
         if self.continues(messages, tail_only=tail_only):

@@ -18,7 +18,7 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from .codec import Codec, OpenAIMessages
-from .errors import ClosedError, ConfigurationError
+from .errors import ClosedError, ConfigurationError, PolicyConflict
 from .events import Event, EventSink
 from .flight import Executor, Flight, LocalExecutor, reason_of
 from .foreground import Foreground
@@ -225,7 +225,7 @@ class Runtime:
             found = self._sessions.get(key)
             if found is not None and not found.closed:
                 if not found.policy.same_as(policy):
-                    raise ConfigurationError(
+                    raise PolicyConflict(
                         f"session {session_id!r} is open with another policy: close it first, or use another id"
                     )
                 self._sessions.move_to_end(key)
@@ -550,6 +550,24 @@ class Runtime:
             done.result(timeout)
         except (TimeoutError, CancelledError):
             done.cancel()
+
+    async def join_loop(self, run: Callable[[], Coroutine[Any, Any, None]], timeout: float) -> None:
+        """Run something short on this runtime's loop, from any loop: what a store holds open is bound to ours.
+
+        From another loop it waits ``timeout`` seconds at most.
+        """
+        loop = self._loop
+        if loop is asyncio.get_running_loop():
+            await run()
+        elif loop is not None and loop.is_running():
+            call = run()
+            try:
+                done = asyncio.run_coroutine_threadsafe(call, loop)
+            except RuntimeError:  # it was closed just now
+                call.close()
+                return
+            with anyio.move_on_after(timeout):
+                await asyncio.wrap_future(done)
 
     def preloaded(self, usage: Usage) -> None:
         """Count the tokens of a preload."""

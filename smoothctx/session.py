@@ -153,8 +153,8 @@ class Session:
             MessageError: when ``messages`` is not a list. A malformed message in it is passed through.
         """
         started = self._runtime.now()
-        if self._first_commit:
-            await self._launcher.recover()
+        if self._first_commit and self._runtime.shares_artifacts:
+            await self._runtime.join_loop(self._launcher.recover, 2 * STORE_WAIT)
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
             with self._standing():
@@ -290,15 +290,35 @@ class Session:
             engine=self.engine,
             request=self.request,
         )
+        self.share_with(other)
+        return other
+
+    def share_with(self, other: Session) -> None:
+        """Give another session what this one holds: its artifacts (which apply where their digests match) and pins."""
         with self._lock:  # one lock at a time: two sessions may fork into each other
             artifacts, committed, pins = dict(self._artifacts), set(self._committed), self.pins
+            tasks, archived = self.tasks, self._launcher.archived
         with other._lock:
             other._artifacts.update(artifacts)
             other._committed |= committed
             other.pins = (*pins, *(p for p in other.pins if p not in pins))
-            other.tasks = other.tasks or self.tasks
-            other._launcher.archived = self._launcher.archived
-        return other
+            other.tasks = other.tasks or tasks
+            other._launcher.archived = archived
+
+    def recognises(self, messages: Sequence[Any]) -> tuple[bool, int]:
+        """Do these messages go on where this session is, and how many at their head are the same?
+
+        They do when they begin with the whole history that it holds, or with the view that it returned last. Nothing
+        changes by asking.
+        """
+        with self._lock:
+            history, base = self.branch.history, self._base
+            if len(messages) >= len(history) and history.unchanged(messages):
+                return True, len(history)
+            if base is not None and len(messages) >= len(base) and self.codec.same(messages[: len(base)], base):
+                return True, len(base)
+            shared = history.shared(messages)
+            return shared == len(history), shared
 
     def branches(self) -> list[BranchInfo]:
         """Every artifact that the session holds, newest last, for a person to read."""

@@ -1,0 +1,1 @@
+"""smoothctx for AutoGen, AG2 and Microsoft Agent Framework."""

@@ -1,0 +1,1 @@
+"""smoothctx for LangGraph and LangChain."""
