@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -18,6 +18,7 @@ from .branch import Branch
 from .codec import Codec, check_messages
 from .cuts import Run, fresh, plan, source_tokens
 from .errors import ClosedError, ConfigurationError, HandleNotReady, MessageError, StaleHandle
+from .flight import dump_artifact, load_artifact
 from .forecast import Forecast
 from .handle import LookaheadHandle
 from .history import Change
@@ -115,6 +116,7 @@ class Session:
         # the last rewritten view, frozen as it was sent: to recognise it as the caller's new list
         self._base: list[Any] | None = None
         self._first_commit = True
+        self._restored = False
         self._launcher = Launcher(runtime, self)
         self._token = object()
         self.used_at = runtime.now()
@@ -304,6 +306,29 @@ class Session:
             other.pins = (*pins, *(p for p in other.pins if p not in pins))
             other.tasks = other.tasks or tasks
             other._launcher.archived = archived
+
+    def saved(self) -> list[str]:
+        """What is committed in the view, as texts that another process can :meth:`restore` from. JSON, one each.
+
+        Left out is what may not leave the process: the work of a model without an identity, and fallbacks.
+        """
+        with self._lock:
+            shown = [a.artifact for a in self.branch.applied if a.artifact.durable]
+            return [dump_artifact(self.codec, artifact).decode() for artifact in shown]
+
+    def restore(self, saved: Iterable[str]) -> None:
+        """Take over what :meth:`saved` gave, here or elsewhere. It applies where its digests match, from the next
+        commit on. A text that cannot be read is an event, and nothing else."""
+        for text in saved:
+            try:
+                artifact = load_artifact(self.codec, text.encode())
+            except Exception as error:
+                self._error(error, "restore")
+                continue
+            with self._lock:
+                if artifact.key not in self._committed:
+                    self.adopt(artifact)
+                    self._restored = True
 
     def recognises(self, messages: Sequence[Any]) -> tuple[bool, int]:
         """Do these messages go on where this session is, and how many at their head are the same?
@@ -518,7 +543,8 @@ class Session:
             self._launcher.foreground_begin(self._token)
             change = self._sync(messages)
             branch = self.branch
-            if first and self._artifacts:  # of an earlier process, or of the session that this one forked from
+            restored, self._restored = self._restored, False
+            if restored or (first and self._artifacts):  # of an earlier process, or of the session it forked from
                 self._salvage(messages, branch.tokens)
                 branch.recalibrate()
             self._forecast.boundary(now, branch.history.tokens[-1])
