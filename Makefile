@@ -50,7 +50,7 @@ test-ag2-classic: $(VENV)-ag2-classic/.done  ## run the tests of AG2 classic, in
 $(VENV)-lowest/.done: $(BIN)/python pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,langgraph]' \
-		langgraph==1.1.3 langchain==1.2.10 langgraph-checkpoint-sqlite==3.0.0
+		langgraph==1.1.5 langchain==1.2.11 langgraph-checkpoint-sqlite==3.0.3
 	@touch $@
 
 test-lowest: $(VENV)-lowest/.done  ## run the tests of the oldest supported langgraph and langchain, in .venv-lowest

@@ -40,7 +40,7 @@ from .session import BranchInfo, Session
 from .states import HandleState, Reason
 from .store import Store
 from .stores import FolderStore, MemoryStore
-from .transforms import Chain, Isolate, KeepRecent, Offload, Summarize, pin
+from .transforms import Chain, Isolate, KeepRecent, Offload, ParallelSummarize, Summarize, pin
 from .transforms.base import Locality, Rewrite, Transform, TransformRequest
 from .usage import Counters, Usage
 from .view import Artifact, Edit, Replacement
@@ -78,6 +78,7 @@ __all__ = (
     "MessageError",
     "Offload",
     "OpenAIMessages",
+    "ParallelSummarize",
     "Policy",
     "Reason",
     "Receipt",

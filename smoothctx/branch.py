@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .codec import USER_STUB, Codec
+from .codec import USER_STUB, Codec, results_of
 from .history import Change, History
 from .policy import Policy
 from .states import Reason
@@ -82,7 +82,8 @@ class Branch:
             lost = self._drop_stale(messages, change.common)
         if self.history.reported != before:
             self._calibrate()
-        self._late_results(messages, change)
+        if self.applied and len(self.history) > change.common:
+            self._set(self._late(self.applied, messages, range(change.common, len(self.history))))
         return change, lost
 
     def project(self, messages: Sequence[Any]) -> list[Any]:
@@ -180,14 +181,17 @@ class Branch:
                 if clean is not messages[i]:
                     extra.append(Edit(start=i, end=i + 1, messages=(clean,), tokens=self.history.count([clean])))
         done = [replace(a, extra=(*a.extra, *extra)) if a.artifact.key == artifact.key else a for a in applied]
-        return self._open_with_user(done, messages)
+        # A result may have come after the run was chosen, while its call was still open.
+        later = [i for i in self.history.segmenter.answers if i >= r.start]
+        return self._open_with_user(self._late(done, messages, later), messages)
 
     def _open_with_user(self, applied: list[Applied], messages: Sequence[Any]) -> list[Applied]:
-        """The first message after the system ones is a user message in every view that we rewrote."""
+        """A view that we rewrote from its head on has a user message behind the system ones. Edits further down leave
+        the head, which was sent before, as it is."""
         plain = [replace(a, extra=tuple(e for e in a.extra if not _is_stub(e))) for a in applied]
-        if not plain:
-            return plain
         lead = self.history.segmenter.lead
+        if not any(a.artifact.replacement.start <= lead for a in plain):
+            return plain
         head = project(messages[: len(self.history)], _sorted(plain))[lead : lead + 1]
         if head and self.codec.role(head[0]) == "user":
             return plain
@@ -203,25 +207,33 @@ class Branch:
             self._set(self._open_with_user(kept, messages))
         return lost
 
-    def _late_results(self, messages: Sequence[Any], change: Change) -> None:
+    def _late(self, applied: list[Applied], messages: Sequence[Any], indexes: Iterable[int]) -> list[Applied]:
         """A result whose call was rewritten away would be an orphan: the model reads it as a note instead."""
-        if not self.applied:
-            return
-        for i in range(change.common, len(self.history)):
-            message = messages[i]
-            if self.codec.role(message) != "tool":
+        for i in indexes:
+            calls = self.history.segmenter.answers.get(i, ())
+            owners = [None if c is None else _without_call(applied, c, self.codec) for c in calls]
+            owner = next((a for a in owners if a is not None), None)
+            if owner is None:
                 continue
-            position = self.history.segmenter.at(i)
-            if position is None:
-                continue
-            start = self.history.segmenter.segments[position].start
-            owner = next((a for a in self.applied if _covers(a, start)), None)
-            if owner is not None and start < i:
-                note = self.codec.user(
-                    f"[late result of tool call {self.codec.result_id(message)}]\n{self.codec.text(message)}"
-                )
-                edit = Edit(start=i, end=i + 1, messages=(note,), tokens=self.history.count([note]))
-                self._set([replace(a, extra=(*a.extra, edit)) if a is owner else a for a in self.applied])
+            found = next(((a, e) for a in applied for e in (*a.edits, *a.extra) if e.start <= i < e.end), None)
+            if found is None:
+                edit = self._note(i, messages[i], calls, owners)
+                applied = [replace(a, extra=(*a.extra, edit)) if a is owner else a for a in applied]
+            elif len(found[1].messages) == 1 and self.codec.role(found[1].messages[0]) == "tool":
+                holder, old = found  # it was offloaded: what stands for it becomes the note
+                new = self._note(i, old.messages[0], calls, owners)
+                edits = (tuple(new if e is old else e for e in es) for es in (holder.edits, holder.extra))
+                applied = [Applied(a.artifact, *edits) if a is holder else a for a in applied]
+        return applied
+
+    def _note(self, i: int, message: Any, calls: Sequence[int | None], owners: Sequence[Applied | None]) -> Edit:
+        codec = self.codec
+        parts = results_of(codec, message)
+        late = [p for p, call, a in zip(parts, calls, owners, strict=False) if call is None or a is not None]
+        kept = [p for p, call, a in zip(parts, calls, owners, strict=False) if call is not None and a is None]
+        text = "\n".join(f"[late result of tool call {codec.result_id(p)}]\n{codec.text(p)}" for p in late)
+        shown = (*kept, codec.user(text))
+        return Edit(start=i, end=i + 1, messages=shown, tokens=self.history.count(shown))
 
     def frozen(self) -> list[Any]:
         """The view of the readable part, frozen: what a caller that keeps the view will hold."""
@@ -266,8 +278,13 @@ class Branch:
         self._delta_messages = sum(len(e.messages) - (e.end - e.start) for e in self.edits)
 
 
-def _covers(applied: Applied, index: int) -> bool:
-    return any(e.start <= index < e.end for e in applied.edits)
+def _without_call(applied: Sequence[Applied], index: int, codec: Codec) -> Applied | None:
+    """Which of these rewrote the assistant message ``index`` so that its calls are not there any more?"""
+    for a in applied:
+        for e in (*a.edits, *a.extra):
+            if e.start <= index < e.end and (e.end - e.start > 1 or not any(map(codec.calls, e.messages))):
+                return a
+    return None
 
 
 def _is_stub(edit: Edit) -> bool:

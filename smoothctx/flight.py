@@ -262,7 +262,7 @@ def load_artifact(codec: Codec, data: bytes) -> Artifact:
         )
         start, end = int(d["start"]), int(d["end"])
         ordered = [start, *(x for e in edits for x in (e.start, e.end)), end]
-        if ordered != sorted(ordered):
+        if start < 0 or ordered != sorted(ordered):
             raise StoreError("artifact edits are out of order")
         tokens_in, tokens_out, calls = d["usage"]
         return Artifact(

@@ -1,23 +1,22 @@
-"""The launcher: a session's way to the outside. Builds flights, and talks to the pool, the engine and the store.
+"""The launcher: builds flights and local artifacts, hands them to the pool, and writes and reads what the store keeps.
 
-The session decides; the launcher carries out. It holds no state of the branch, only the engine binding and the
-latest messages that a preload may warm.
+The session decides; the launcher carries out. It holds no state of the branch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from .archive import Archive
 from .cuts import Run, kept_inside, safe_end, source_tokens
-from .digest import chain
 from .errors import ConfigurationError, StoreError
 from .flight import Flight, Plan, dump_artifact, load_artifact
 from .handle import LookaheadHandle
+from .serving import Serving
 from .states import HandleState
 from .transforms import named_transforms
 from .transforms.base import Transform, TransformRequest, fingerprint
@@ -27,11 +26,8 @@ from .transforms.validators import default_validators
 from .view import Artifact, Edit, Replacement, project, units
 
 if TYPE_CHECKING:
-    from .engines.binding import EngineBinding
     from .runtime import Runtime
     from .session import Session
-
-T = TypeVar("T")
 
 #: seconds that the first commit of a session may wait for what another process left in the store
 STORE_WAIT = 0.010
@@ -57,19 +53,12 @@ class _Written:
 class Launcher:
     """Carries out what one session decides."""
 
-    def __init__(self, runtime: Runtime, session: Session) -> None:
+    def __init__(self, runtime: Runtime, session: Session, serving: Serving, archive: Archive) -> None:
         self._runtime = runtime
         self._session = session
-        self._foreground = runtime.foreground(session.engine)
-        bind = getattr(session.engine, "bind", None)
-        self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
-        self._latest: list[Any] = []
+        self._serving = serving
+        self._archive = archive
         self._index: list[str] = []
-        self._rewarming = False
-        self._preloading = ""  # the artifact whose view the engine is warming, or has warmed
-        #: rewrite mode: how many messages the rewritten head has, its digest, and the store key of its raw form
-        self.archived: tuple[int, bytes, str] | None = None
-        self._last_raw: list[Any] = []
 
     # -- building work -------------------------------------------------------------------------------------------
 
@@ -171,14 +160,14 @@ class Launcher:
                 store=runtime.store,
                 executor=runtime.executor,
                 clock=runtime.now,
-                raw=self._raw_loader(transform, run),
+                raw=self._archive.loader(transform, run),
                 save=None if opening else self.save,
             )
-            if not opening and self._preloads(preload_kv):
-                flight.preload = lambda artifact, own=flight: self._preload(own, artifact)
+            if not opening and self._serving.preloads(preload_kv):
+                flight.preload = lambda artifact, own=flight: self._serving.preload(own, artifact)
             flight = runtime.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
-        self._latest = list(messages)
+        self._serving.follow(messages)
         runtime.join(flight, handle, due=due)
         return handle
 
@@ -206,7 +195,7 @@ class Launcher:
             session_id=session.id,
             store=runtime.store,
             context_tokens=policy.context_window,
-            options=self._aligned(transform),
+            options=self._serving.aligned(transform),
         )
         # What the run costs the view now, whatever the transform reads.
         spent = source_tokens(history, branch.edits, run)
@@ -303,94 +292,28 @@ class Launcher:
             tokens=sum(e.tokens for e in edits),
         )
 
-    # -- raw sources in rewrite mode -----------------------------------------------------------------------------
-
-    def sent(self, messages: Sequence[Any], rewritten: bool) -> None:
-        """Remember the raw messages behind a rewritten view, by reference."""
-        self._last_raw = list(messages) if rewritten else []
-
-    def archive(self) -> None:
-        """Rewrite mode: the caller dropped the raw messages; keep them in the store for ``source="raw"``."""
-        session = self._session
-        branch = session.branch
-        last = max((e.end for e in branch.edits), default=0)
-        lead = branch.history.segmenter.lead
-        if not self._last_raw or last <= lead:
-            return
-        head = project(self._last_raw[:last], [e for e in branch.edits if e.end <= last])
-        raw = self._last_raw[lead:last]
-        key = f"raw/{session.id}/{branch.history.chain[last].hex()}"
-        # Earlier archives chain: the new one names the one before it.
-        earlier = self._archive_of_this_branch()
-        record = json.dumps({"before": earlier[1] if earlier else None, "skip": earlier[0] - lead if earlier else 0})
-        self._runtime.write(session.tenant, key, record.encode() + b"\n" + session.codec.dump(raw))
-        self.archived = (len(head), chain(session.codec, head)[-1], key)
-        self._last_raw = []
-
-    def _archive_of_this_branch(self) -> tuple[int, str] | None:
-        """Length and store key of the archived head, if the history still begins with it."""
-        if self.archived is None:
-            return None
-        length, digest, key = self.archived
-        digests = self._session.branch.history.chain
-        return (length, key) if length < len(digests) and digests[length] == digest else None
-
-    def _raw_loader(self, transform: Transform, run: Run) -> Any:
-        """For ``source="raw"`` behind an archived base: reads the raw messages back, or says that they are gone."""
-        session, runtime = self._session, self._runtime
-        archived = self._archive_of_this_branch()
-        if archived is None or getattr(transform, "source", "view") != "raw":
-            return None
-        length, key = archived
-        if run.start != session.branch.history.segmenter.lead or run.end < length:
-            return None  # it takes the rewritten head whole or not at all
-        behind = length - run.start
-        kept = sum(run.start <= i < length for i in run.kept)  # not in `request.messages`, but in `request.shown`
-
-        async def load(request: TransformRequest) -> TransformRequest:
-            raw = await self._read_archive(key)
-            if raw is None:
-                runtime.events.emit(
-                    "source.degraded",
-                    session=session.id,
-                    tenant=session.tenant,
-                    why="the raw messages are not in the store any more",
-                )
-                return request
-            shown = request.shown if request.shown is not None else request.messages
-            return replace(
-                request,
-                messages=[*raw, *request.messages[behind - kept :]],
-                shown=[*raw, *shown[behind:]],
-                earlier_summary=None,
-            )
-
-        return load
-
-    async def _read_archive(self, key: str) -> list[Any] | None:
-        try:
-            data = await self._runtime.store.get(self._session.tenant, key)
-            if data is None:
-                return None
-            head, _, body = data.partition(b"\n")
-            record = json.loads(head)
-            messages = self._session.codec.load(body)
-            if record["before"] is None:
-                return messages
-            before = await self._read_archive(record["before"])
-            return None if before is None else [*before, *messages[record["skip"] :]]
-        except Exception as error:
-            self._store_error(error)
-            return None
-
     # -- the store -------------------------------------------------------------------------------------------------
 
-    async def recover(self) -> None:
+    async def recovered(self) -> None:
         """Before a session's first commit: what another process left, if it comes within ``STORE_WAIT``."""
-        if not self._runtime.shares_artifacts:
-            return
+        if self._runtime.shares_artifacts:
+            # A busy loop that is not ours gets as long again.
+            await self._runtime.join_loop(lambda: self._recover(STORE_WAIT), 2 * STORE_WAIT)
+
+    def recovered_sync(self) -> None:
+        """:meth:`recovered` for synchronous callers."""
+        if self._runtime.shares_artifacts:
+            self._runtime.on_loop(lambda: self._recover(STORE_WAIT), 2 * STORE_WAIT)
+
+    def recover_later(self) -> None:
+        """:meth:`recovered` in the background, for a turn that may not wait."""
+        session = self._session
+        if self._runtime.shares_artifacts:
+            self._runtime.background(f"recover:{session.id}", lambda: self._recover(TIMEOUT), session, lambda: None)
+
+    async def _recover(self, within: float) -> None:
         try:
-            with anyio.move_on_after(STORE_WAIT):
+            with anyio.move_on_after(within):
                 await self._load_index()
         except Exception as error:
             self._store_error(error)
@@ -408,7 +331,7 @@ class Launcher:
                     session.adopt(load_artifact(session.codec, found))
                 except StoreError as error:
                     self._store_error(error)
-        self._index = keys
+        self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
 
     def save(self, artifact: Artifact) -> None:
         """Keep an artifact for other processes, in the background."""
@@ -451,144 +374,3 @@ class Launcher:
             handle.wait_result_sync(patience)
         except TimeoutError:
             pass
-
-    # -- the engine ----------------------------------------------------------------------------------------------------
-
-    def _ask(self, what: str, call: Callable[[], T], otherwise: T) -> T:
-        """Ask the engine's binding; what it raises is an event, never the turn's."""
-        try:
-            return call()
-        except Exception as error:
-            self._runtime.events.error(
-                error, where=f"engine.{what}", session=self._session.id, tenant=self._session.tenant
-            )
-            return otherwise
-
-    def request_options(self) -> dict[str, Any]:
-        """Options of the agent's next call."""
-        binding = self._binding
-        return self._ask("request_options", lambda: dict(binding.request_options()), {}) if binding is not None else {}
-
-    def foreground_begin(self, who: object) -> None:
-        """A turn or a call is due."""
-        self._foreground.begin(who)
-
-    def foreground_first_token(self, who: object, turn: object) -> None:
-        """The first token of a call, and so of its turn, is there."""
-        self._foreground.first_token(who)
-        self._foreground.first_token(turn)
-
-    def foreground_poke(self) -> None:
-        """Background work that waits for the foreground asks again whether it still has to."""
-        self._foreground.poke()
-
-    def foreground_end(self, who: object) -> None:
-        """The turn or call is over."""
-        self._foreground.end(who)
-
-    def work_s(self, output_tokens: int, prompt_tokens: int) -> float | None:
-        """Seconds to write a result and to preload its view, at the rates that the engine has shown."""
-        rates = getattr(self._session.engine, "rates", None)
-        if rates is None or not rates.prefill or not rates.decode or not self._preloads(None):
-            return None
-        return float(output_tokens / rates.decode + prompt_tokens / rates.prefill)
-
-    def _preloads(self, preload_kv: bool | None) -> bool:
-        wish = self._session.policy.preload_kv if preload_kv is None else preload_kv
-        if self._binding is None or wish is False:
-            return False
-        return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
-
-    def _aligned(self, transform: Transform) -> dict[str, Any]:
-        """For a summariser on the agent's own engine: the constant part of its request, and where its cache is."""
-        session = self._session
-        if session.engine is None or not _uses(transform, session.engine):
-            return {}
-        options = dict(session.request)
-        if (binding := self._binding) is not None:
-            none: dict[str, Any] = {}
-            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), none)
-            options.update(own)
-        return options
-
-    async def _preload(self, flight: Flight, artifact: Artifact) -> bool:
-        session = self._session
-        if self._binding is None:
-            return False
-        self._preloading = artifact.key
-
-        def view() -> list[dict[str, Any]]:
-            shown = session.preview(artifact, self._latest)
-            return [session.codec.to_openai(m) for m in shown]
-
-        def needed() -> bool:
-            return any(h.state in (HandleState.PENDING, HandleState.RUNNING, HandleState.READY) for h in flight.handles)
-
-        try:
-            report = await self._binding.preload(
-                view,
-                request=session.request,
-                foreground=self._foreground,
-                needed=needed,
-                hurried=lambda rate: session.hurried(rate, artifact),
-            )
-        except Exception as error:  # a cold commit is slower, never wrong
-            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
-            return False
-        self._runtime.preloaded(report.usage)
-        self._runtime.events.emit(
-            "preload",
-            session=session.id,
-            tenant=session.tenant,
-            complete=report.complete,
-            tokens=report.tokens,
-            requests=report.requests,
-        )
-        return bool(report.complete)
-
-    def grew(self, handle: LookaheadHandle, messages: Sequence[Any]) -> None:
-        """The history grew while a lookahead lives: preload warms what was added too."""
-        self._latest = list(messages)
-        flight = handle.flight
-        if handle.state is HandleState.READY and flight.preload is not None and not self._rewarming and flight.artifact:
-            artifact, preload = flight.artifact, flight.preload
-            self._rewarming = True
-
-            async def again() -> None:
-                try:
-                    warm = await preload(artifact)
-                    if flight.artifact is artifact:
-                        flight.artifact = replace(artifact, warm=warm)
-                finally:
-                    self._rewarming = False
-
-            def never() -> None:
-                self._rewarming = False
-
-            self._runtime.background(f"preload:{self._session.id}", again, self._session, never)
-
-    def committed(self, artifact: Artifact) -> None:
-        """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
-        if (binding := self._binding) is not None and self._preloading == artifact.key:
-            self._preloading = ""
-            self._ask("committed", lambda: binding.committed(artifact.warm), None)
-            self._foreground.poke()
-
-    def discarded(self, key: str) -> None:
-        """If this artifact was preloaded (or its summary was being written), its slot is free again."""
-        binding = self._binding
-        if binding is not None and self._preloading in ("", key) and not self._session.working():
-            self._preloading = ""
-            self._ask("discarded", binding.discarded, None)
-            self._foreground.poke()
-
-    def close(self) -> None:
-        """Give the engine's slots back."""
-        if self._binding is not None:
-            self._ask("close", self._binding.close, None)
-        self._latest, self._last_raw = [], []
-
-
-def _uses(transform: Transform, engine: Any) -> bool:
-    members = getattr(transform, "transforms", (transform,))
-    return any(getattr(m, "engine", None) is engine for m in members)

@@ -10,10 +10,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from .errors import PolicyConflict
+from .errors import ConfigurationError, MessageError, PolicyConflict
 from .states import Reason
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: branches of one bucket that are followed at once; the one unused for longest makes room
 MAX_LINES = 16
-#: buckets held before those whose sessions were all closed are swept for the first time
-SWEEP_AT = 1024
 
 
 @dataclass(slots=True)
@@ -42,12 +40,15 @@ class Lines:
     A list of messages belongs to the session of its bucket
 
     1. whose history (or last view, where the caller keeps that) it continues, the longest one first;
-    2. else, after an edit, a deletion or time travel, to the one that it shares most with, if that has the same owner.
+    2. else, after an edit, a deletion or time travel, to the one of the same owner that it shares most with.
 
-    Where that session is in use, or another owner's, the list is a branch of its own: it gets a new session that
-    starts with what the other one holds.
+    Where that session is in use, or another owner's, the list is a branch of its own: its session starts with what the
+    other one holds. Lists that share nothing but system messages are strangers.
 
     Thread-safe; no call waits for anything.
+
+    Raises:
+        ConfigurationError: ``max_lines`` is not a number of at least 1.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Lines:
         request: Mapping[str, Any] | None = None,
         max_lines: int = MAX_LINES,
     ) -> None:
+        if isinstance(max_lines, bool) or not isinstance(max_lines, int) or max_lines < 1:
+            raise ConfigurationError(f"max_lines={max_lines!r}: expected a whole number of at least 1")
         self._runtime = runtime
         self._options = {"policy": policy, "codec": codec, "engine": engine, "request": request}
         self._tenant = tenant
         self._max_lines = max_lines
-        self._buckets: dict[tuple[str, str], OrderedDict[str, _Line]] = {}
-        self._sweep_at = SWEEP_AT
-        self._lock = threading.Lock()
+        self._buckets: OrderedDict[tuple[str, str], OrderedDict[str, _Line]] = OrderedDict()
+        self._lock = threading.RLock()  # what a session says while we close it may lead back to us
 
     def find(
         self,
@@ -90,6 +92,7 @@ class Lines:
 
         Raises:
             ClosedError: the runtime is not open.
+            MessageError: ``messages`` is not a list. A malformed message in it is nobody's business here.
         """
         with self._lock:
             return self._line(bucket, messages, owner, tenant or self._tenant, parent).session
@@ -128,30 +131,28 @@ class Lines:
             return [line.session for line in (lines or {}).values() if not line.session.closed]
 
     def _line(self, bucket: str, messages: Sequence[Any], owner: str, tenant: str, parent: Session | None) -> _Line:
-        lines = self._buckets.get((tenant, bucket))
-        if lines is None:
-            self._sweep()
-            lines = self._buckets[tenant, bucket] = OrderedDict()
+        if not isinstance(messages, list | tuple):
+            raise MessageError(f"messages: expected a list of messages, got {type(messages).__name__}")
+        lines = self._buckets.get((tenant, bucket), OrderedDict())
         for name in [n for n, line in lines.items() if line.session.closed]:
             del lines[name]
-        best: tuple[bool, int, str] | None = None
-        for name, line in lines.items():
-            continues, shared = line.session.recognises(messages)
-            if continues or shared > line.session.branch.history.segmenter.lead:
-                best = max(best or (False, 0, ""), (continues, shared, name))
-        if best is not None:
-            continues, _, name = best
-            line = lines[name]
-            if not line.users and (continues or line.owner == owner):
-                line.owner = owner
-                lines.move_to_end(name)
-                return line
-        made = _Line(self._open(bucket, lines, messages, tenant, parent), owner)
-        if best is not None:
-            lines[best[2]].session.share_with(made.session)
-        lines[made.session.id] = made
-        self._make_room(lines)
-        return made
+        matches = sorted((_match(k, line, messages, owner) for k, line in enumerate(lines.values())), reverse=True)
+        best = matches[0] if matches and matches[0].shared > 0 else None
+        chosen = next((m for m in matches if m.free and m.may_go_on(best)), None)
+        if chosen is not None:
+            line = chosen.line
+            line.owner = owner
+            lines.move_to_end(line.session.id)
+        else:
+            line = _Line(self._open(bucket, lines, messages, tenant, parent), owner)
+            lines[line.session.id] = line
+            if (tenant, bucket) not in self._buckets:
+                self._sweep()
+                self._buckets[tenant, bucket] = lines
+        if best is not None and best.line is not line:
+            best.line.session.share_with(line.session)
+        self._make_room(lines, line)
+        return line
 
     def _open(
         self,
@@ -173,21 +174,53 @@ class Lines:
                 return session
         raise AssertionError("there is always another name")
 
-    def _make_room(self, lines: OrderedDict[str, _Line]) -> None:
-        for name in list(lines):
+    def _make_room(self, lines: OrderedDict[str, _Line], needed: _Line) -> None:
+        for name, line in list(lines.items()):
             if len(lines) <= self._max_lines:
                 return
-            if not lines[name].users:
-                lines.pop(name).session.close_now(Reason.EVICTED)
+            if not line.users and line is not needed:
+                del lines[name]
+                line.session.close_now(Reason.EVICTED)
 
     def _sweep(self) -> None:
-        """Forget the buckets whose sessions the runtime has closed: rarely, so that it costs nothing per call."""
-        if len(self._buckets) < self._sweep_at:
-            return
-        for key, lines in list(self._buckets.items()):
-            if all(line.session.closed for line in lines.values()):
-                del self._buckets[key]
-        self._sweep_at = max(SWEEP_AT, 2 * len(self._buckets))
+        """A new bucket makes room: the two longest unseen ones go if the runtime has closed all their sessions."""
+        for _ in range(min(2, len(self._buckets))):
+            key, lines = self._buckets.popitem(last=False)
+            if not all(line.session.closed for line in lines.values()):
+                self._buckets[key] = lines
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Match:
+    """How well a line fits a list of messages; the greatest fits best."""
+
+    continues: bool
+    shared: int  # messages behind the system ones
+    free: bool
+    own: bool
+    position: int  # by last use
+    blank: bool = field(compare=False)  # it holds nothing yet
+    line: _Line = field(compare=False)
+
+    def may_go_on(self, best: _Match | None) -> bool:
+        """May the list go on with this line, where ``best`` is the one that shares most with it?"""
+        if best is None:
+            return self.blank and self.own
+        return self.shared > 0 and (self.own or (self.continues and self.shared == best.shared))
+
+
+def _match(position: int, line: _Line, messages: Sequence[Any], owner: str) -> _Match:
+    continues, shared = line.session.recognises(messages)
+    behind = max(0, shared - line.session.branch.history.segmenter.lead)
+    return _Match(
+        continues=continues and behind > 0,
+        shared=behind,
+        free=not line.users,
+        own=line.owner == owner,
+        position=position,
+        blank=continues and not behind,
+        line=line,
+    )
 
 
 def _names(bucket: str) -> Iterator[str]:

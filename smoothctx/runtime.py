@@ -8,11 +8,11 @@ import itertools
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import anyio
 from anyio.from_thread import start_blocking_portal
@@ -31,11 +31,9 @@ from .store import Store
 from .stores import MemoryStore
 from .transforms.base import Transform
 from .usage import Counters, Usage
+from .writer import Writer
 
-#: background writes waiting for the store; more are dropped, oldest first, with an event
-MAX_WRITES = 1024
-#: seconds that ``aclose`` gives the store for what is still to be written
-LAST_WRITES = 5.0
+T = TypeVar("T")
 
 
 @final
@@ -115,8 +113,7 @@ class Runtime:
         self._foreground = Foreground(self.now)  # of sessions without an engine
         self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
-        self._writes: deque[tuple[str, str, bytes]] = deque()
-        self._writing = False
+        self._writer = Writer(self.store, self._pool, self.events)
         self._lock = threading.RLock()
         self._open = False
         self._closed = False
@@ -147,14 +144,13 @@ class Runtime:
             return
         with self._lock:
             self._closed = True
+        self._writer.closing = True
         if not drain:
             self._close_sessions()
         await self._pool.aclose(drain=drain)
         self._close_sessions()
         self._open = False
-        with anyio.move_on_after(LAST_WRITES):
-            await self._write_all()
-        self._writes.clear()
+        await self._writer.aclose()
         try:
             await self.store.aclose()
         except Exception as error:
@@ -175,6 +171,11 @@ class Runtime:
                 yield runtime
             finally:
                 portal.call(runtime.aclose)
+
+    @property
+    def closed(self) -> bool:
+        """Was it closed? (One that was never opened is not.)"""
+        return self._closed
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -468,61 +469,11 @@ class Runtime:
 
     def write(self, tenant: str, key: str, value: bytes) -> None:
         """Put something into the store, in the background. Full means the oldest write is dropped, with an event."""
-        with self._lock:
-            self._writes.append((tenant, key, value))
-            if len(self._writes) > MAX_WRITES:
-                _, lost, _ = self._writes.popleft()
-                self.events.emit("store.error", tenant=tenant, error=f"too many writes are waiting: {lost} was dropped")
-        self._start_writing()
-
-    def _start_writing(self) -> None:
-        with self._lock:
-            if self._writing or self._closed or not self._writes:
-                return
-            self._writing = True
-            tenant = self._writes[0][0]
-        work = Work(
-            key="store.write",
-            tenant=tenant,
-            session="",
-            child=False,
-            due=None,
-            timeout_s=None,
-            name="store.write",
-            run=self._write_all,
-            on_start=lambda: None,
-            on_done=self._written,
-            promoted=True,
-            internal=True,
-        )
-        self._pool.submit(work)
+        self._writer.write(tenant, key, value)
 
     def pending(self, tenant: str, key: str) -> bytes | None:
         """What waits to be written under a key: it can be read before the store has it."""
-        with self._lock:
-            return next((v for t, k, v in reversed(self._writes) if t == tenant and k == key), None)
-
-    async def _write_all(self) -> None:
-        while self._writes:
-            entry = self._writes[0]  # it stays in line until it is written: `aclose` may cancel us and write the rest
-            await self._write_one(*entry)
-            with self._lock:
-                if self._writes and self._writes[0] is entry:
-                    self._writes.popleft()
-
-    async def _write_one(self, tenant: str, key: str, value: bytes) -> None:
-        try:
-            with anyio.fail_after(10.0):
-                await self.store.put(tenant, key, value)
-        except Exception as error:
-            self.events.emit("store.error", tenant=tenant, error=f"{type(error).__name__}: {error}", key=key)
-
-    def _written(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._writing = False
-            again = outcome.reason is None and bool(self._writes) and not self._closed
-        if again:  # one came while the last was being written
-            self._start_writing()
+        return self._writer.pending(tenant, key)
 
     def private_id(self, transform: Transform) -> str:
         """Names a transform without a fingerprint, for as long as it lives in this process."""
@@ -545,7 +496,9 @@ class Runtime:
                 return  # it would wait for itself
         except RuntimeError:
             pass
-        done = asyncio.run_coroutine_threadsafe(run(), loop)
+        done = _start_on(loop, run)
+        if done is None:
+            return
         try:
             done.result(timeout)
         except (TimeoutError, CancelledError):
@@ -559,15 +512,15 @@ class Runtime:
         loop = self._loop
         if loop is asyncio.get_running_loop():
             await run()
-        elif loop is not None and loop.is_running():
-            call = run()
+        elif loop is not None and (done := _start_on(loop, run)) is not None:
+            there = asyncio.wrap_future(done)
             try:
-                done = asyncio.run_coroutine_threadsafe(call, loop)
-            except RuntimeError:  # it was closed just now
-                call.close()
-                return
-            with anyio.move_on_after(timeout):
-                await asyncio.wrap_future(done)
+                with anyio.move_on_after(timeout):
+                    await asyncio.wait({there})  # its loop may end under it: that is no cancellation of ours
+                if there.done() and not there.cancelled():
+                    there.result()
+            finally:
+                there.cancel()
 
     def preloaded(self, usage: Usage) -> None:
         """Count the tokens of a preload."""
@@ -576,3 +529,15 @@ class Runtime:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._open else "new"
         return f"<Runtime {state}, {len(self._sessions)} sessions, {self._pool!r}>"
+
+
+def _start_on(loop: asyncio.AbstractEventLoop, run: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
+    """Start it on another thread's loop; ``None`` where that does not run any more."""
+    if not loop.is_running():
+        return None
+    call = run()
+    try:
+        return asyncio.run_coroutine_threadsafe(call, loop)
+    except RuntimeError:  # it was closed just now
+        call.close()
+        return None

@@ -2,7 +2,8 @@
 
 A segment is one atomic group: a user message, or an assistant message with all results of its calls. A result
 is paired with an *outstanding* call (newest first), since servers repeat ids or leave them empty. Parallel
-results are one unit with their call; a result that comes late joins everything since its call into one unit.
+results are one unit with their call; a result that comes late joins everything since its call into one unit. One
+message may hold the results of several calls.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .codec import Codec, OpenAIMessages, check_messages
+from .codec import Codec, OpenAIMessages, check_messages, results_of
 
 #: An old call that never got its result blocks nothing; more of them than this are forgotten, oldest first.
 MAX_OUTSTANDING = 256
@@ -36,17 +37,20 @@ class Segment:
 @dataclass(slots=True)
 class _Call:
     id: str
+    index: int
     segment_start: int
 
 
 class Segmenter:
     """Splits a growing history into segments; holds only the segments and the outstanding calls."""
 
-    __slots__ = ("lead", "length", "outstanding", "segments")
+    __slots__ = ("answers", "lead", "length", "outstanding", "segments")
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.outstanding: list[_Call] = []
+        #: for each tool message the assistant message whose call each result answers (``None``: its call is not here)
+        self.answers: dict[int, tuple[int | None, ...]] = {}
         self.length = 0
         #: number of system messages at the head
         self.lead = 0
@@ -58,26 +62,28 @@ class Segmenter:
         if role == "system" and index == self.lead:
             self.lead += 1
         elif role == "tool":
-            self._result(index, codec.result_id(message))
+            self._results(index, [codec.result_id(r) for r in results_of(codec, message)])
         elif role == "assistant":
             calls = codec.calls(message)
             kind = "tools" if calls else "assistant"
             self.segments.append(Segment(index, index + 1, kind, len(calls)))
-            self.outstanding += [_Call(c.id, index) for c in calls]
+            self.outstanding += [_Call(c.id, index, index) for c in calls]
             del self.outstanding[:-MAX_OUTSTANDING]
         else:
             self.segments.append(Segment(index, index + 1, role))
 
-    def _result(self, index: int, call_id: str) -> None:
-        call = self._take(call_id)
-        position = self.at(call.segment_start) if call else None
-        if call is None or position is None:
+    def _results(self, index: int, call_ids: Sequence[str]) -> None:
+        calls = [self._take(i) for i in call_ids]
+        answered = [call for call in calls if call is not None]
+        position = self.at(min(c.segment_start for c in answered)) if answered else None
+        if position is None:
             self.segments.append(Segment(index, index + 1, "orphan"))
             return
+        self.answers[index] = tuple(None if call is None else call.index for call in calls)
         owner = self.segments[position]
         # A late result keeps everything since its call together with it.
         merged = self.segments[position + 1 :]
-        owner.unanswered += sum(s.unanswered for s in merged) - 1
+        owner.unanswered += sum(s.unanswered for s in merged) - len(answered)
         owner.end = index + 1
         del self.segments[position + 1 :]
         for other in self.outstanding:
@@ -88,20 +94,18 @@ class Segmenter:
         """The newest assistant message's matching call first; without an id, its first open one."""
         if not self.outstanding:
             return None
-        newest = self.outstanding[-1].segment_start
+        newest = self.outstanding[-1].index
         if not call_id:
             # Servers that leave ids out answer in order.
-            for k, call in enumerate(self.outstanding):
-                if call.segment_start == newest:
-                    return self.outstanding.pop(k)
+            return self.outstanding.pop(next(k for k, c in enumerate(self.outstanding) if c.index == newest))
         matches = [k for k, c in enumerate(self.outstanding) if c.id == call_id]
         if not matches:
             # A call without an id can only be answered by position.
-            matches = [k for k, c in enumerate(self.outstanding) if not c.id and c.segment_start == newest]
+            matches = [k for k, c in enumerate(self.outstanding) if not c.id and c.index == newest]
         if not matches:
             return None
-        best = max(self.outstanding[k].segment_start for k in matches)
-        return self.outstanding.pop(next(k for k in matches if self.outstanding[k].segment_start == best))
+        best = max(self.outstanding[k].index for k in matches)
+        return self.outstanding.pop(next(k for k in matches if self.outstanding[k].index == best))
 
     def at(self, index: int) -> int | None:
         """Position in ``segments`` of the one that holds message ``index``."""

@@ -11,9 +11,10 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
+from .archive import Archive
 from .branch import Branch
 from .codec import Codec, check_messages
 from .cuts import Run, fresh, plan, source_tokens
@@ -22,9 +23,10 @@ from .flight import dump_artifact, load_artifact
 from .forecast import Forecast
 from .handle import LookaheadHandle
 from .history import Change
-from .launch import STORE_WAIT, Launcher
+from .launch import Launcher
 from .policy import Immediate, Policy, Salvage
 from .receipts import Receipt
+from .serving import Serving
 from .states import FINAL, WORKING, HandleState, Reason
 from .transforms.base import Size, Transform
 from .transforms.isolate import Isolate
@@ -117,7 +119,9 @@ class Session:
         self._base: list[Any] | None = None
         self._first_commit = True
         self._restored = False
-        self._launcher = Launcher(runtime, self)
+        self._serving = Serving(runtime, self)
+        self._archive = Archive(runtime, self)
+        self._launcher = Launcher(runtime, self, self._serving, self._archive)
         self._token = object()
         self.used_at = runtime.now()
 
@@ -137,7 +141,7 @@ class Session:
                 if not isinstance(messages, list | tuple):
                     check_messages(self.codec, messages)
                 change = self._sync(messages, tail_only=True)
-                self._launcher.foreground_end(self._token)
+                self._serving.end(self._token)
                 if messages and self.branch.history.last_assistant == len(self.branch.history) - 1:
                     self._forecast.rested(now)
                 return self._consider(messages, change)
@@ -155,8 +159,8 @@ class Session:
             MessageError: when ``messages`` is not a list. A malformed message in it is passed through.
         """
         started = self._runtime.now()
-        if self._first_commit and self._runtime.shares_artifacts:
-            await self._runtime.join_loop(self._launcher.recover, 2 * STORE_WAIT)
+        if self._first_commit:
+            await self._launcher.recovered()
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
             with self._standing():
@@ -169,7 +173,7 @@ class Session:
         """:meth:`commit` for synchronous callers (not on the runtime's own loop; see ``Runtime.in_thread``)."""
         started = self._runtime.now()
         if self._first_commit:
-            self._runtime.on_loop(self._launcher.recover, 2 * STORE_WAIT)
+            self._launcher.recovered_sync()
         view = self._boundary(messages, None)
         if isinstance(view, LookaheadHandle):
             with self._standing():
@@ -178,14 +182,28 @@ class Session:
         assert not isinstance(view, LookaheadHandle)
         return view
 
+    def commit_now(self, messages: Sequence[Any]) -> list[Any]:
+        """:meth:`commit` for callers that may not wait at all, such as a synchronous hook on an event loop's thread.
+
+        At the hard limit the lookahead is promoted and the fallback is applied at once; the result supersedes it at
+        a later boundary. What another process left in the store is applied from the next boundary on.
+        """
+        if self._first_commit:
+            self._launcher.recover_later()
+        view = self._boundary(messages, None)
+        if isinstance(view, LookaheadHandle):
+            view = self._boundary(messages, 0.0)
+        assert not isinstance(view, LookaheadHandle)
+        return view
+
     @contextmanager
     def _standing(self) -> Iterator[None]:
         """The turn waits for background work, which must not keep out of this turn's way meanwhile."""
-        self._launcher.foreground_end(self._token)
+        self._serving.end(self._token)
         try:
             yield
         finally:
-            self._launcher.foreground_begin(self._token)
+            self._serving.begin(self._token)
 
     # -- explicit work ---------------------------------------------------------------------------------------
 
@@ -265,17 +283,17 @@ class Session:
 
     def request_options(self) -> dict[str, Any]:
         """What to merge into the next model call on the agent's engine (slot, salt, priority)."""
-        return self._launcher.request_options()
+        return self._serving.request_options()
 
     @asynccontextmanager
     async def foreground(self) -> AsyncGenerator[ForegroundCall]:
         """Tell us of a model call that you make yourself, so that background work keeps out of its way."""
         who = object()
-        self._launcher.foreground_begin(who)
+        self._serving.begin(who)
         try:
-            yield ForegroundCall(lambda: self._launcher.foreground_first_token(who, self._token))
+            yield ForegroundCall(lambda: self._serving.first_token(who, self._token))
         finally:
-            self._launcher.foreground_end(who)
+            self._serving.end(who)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -299,13 +317,15 @@ class Session:
         """Give another session what this one holds: its artifacts (which apply where their digests match) and pins."""
         with self._lock:  # one lock at a time: two sessions may fork into each other
             artifacts, committed, pins = dict(self._artifacts), set(self._committed), self.pins
-            tasks, archived = self.tasks, self._launcher.archived
+            tasks, archived = self.tasks, self._archive.head
         with other._lock:
             other._artifacts.update(artifacts)
             other._committed |= committed
+            other._restored = True
+            other._trim()
             other.pins = (*pins, *(p for p in other.pins if p not in pins))
             other.tasks = other.tasks or tasks
-            other._launcher.archived = archived
+            other._archive.head = other._archive.head or archived
 
     def saved(self) -> list[str]:
         """What is committed in the view, as texts that another process can :meth:`restore` from. JSON, one each.
@@ -328,7 +348,6 @@ class Session:
             with self._lock:
                 if artifact.key not in self._committed:
                     self.adopt(artifact)
-                    self._restored = True
 
     def recognises(self, messages: Sequence[Any]) -> tuple[bool, int]:
         """Do these messages go on where this session is, and how many at their head are the same?
@@ -336,14 +355,18 @@ class Session:
         They do when they begin with the whole history that it holds, or with the view that it returned last. Nothing
         changes by asking.
         """
-        with self._lock:
-            history, base = self.branch.history, self._base
-            if len(messages) >= len(history) and history.unchanged(messages):
-                return True, len(history)
-            if base is not None and len(messages) >= len(base) and self.codec.same(messages[: len(base)], base):
-                return True, len(base)
-            shared = history.shared(messages)
-            return shared == len(history), shared
+        try:
+            with self._lock:
+                history, base = self.branch.history, self._base
+                if history.unchanged(messages):
+                    return True, len(history)
+                if base is not None and len(messages) >= len(base) and self.codec.same(messages[: len(base)], base):
+                    return True, len(base)
+                shared = history.shared(messages)
+                return shared == len(history), shared
+        except Exception as error:
+            self._error(error, "recognises")
+            return False, 0
 
     def branches(self) -> list[BranchInfo]:
         """Every artifact that the session holds, newest last, for a person to read."""
@@ -375,8 +398,9 @@ class Session:
             for handle in [*self._handles(), *self._finishing]:
                 self._drop(handle, reason)
             self._live, self._explicit, self._finishing = None, [], []
-            self._launcher.foreground_end(self._token)
-            self._launcher.close()
+            self._serving.end(self._token)
+            self._serving.close()
+            self._archive.close()
             self._artifacts.clear()
             self._base = None
         self._runtime.forget(self)
@@ -439,7 +463,7 @@ class Session:
         if handle.state in WORKING:
             self._emit("lookahead.promoted", handle=handle.id)
             self._runtime.promote(handle.flight)
-            self._launcher.foreground_poke()
+            self._serving.poke()
 
     def discard_handle(self, handle: LookaheadHandle, reason: Reason) -> None:
         """What ``handle.discard`` does."""
@@ -451,10 +475,12 @@ class Session:
         return self._artifacts.get(key)
 
     def adopt(self, artifact: Artifact) -> None:
-        """Take over what another process committed: it applies where its digests match."""
+        """Take over what another process committed: it applies where its digests match, from the next commit on."""
         with self._lock:
-            self._artifacts[artifact.key] = artifact
+            self._artifacts[artifact.key] = replace(artifact, created=self._runtime.now())
             self._committed.add(artifact.key)
+            self._restored = True
+            self._trim()
 
     def ended(self, handle: LookaheadHandle, reason: Reason | None, error: Exception | None) -> None:
         """The flight is over. Called on the runtime's loop."""
@@ -539,17 +565,17 @@ class Session:
         if waited is None:
             now = self.used_at = self._runtime.now()
             self._runtime.touch(self)
-            first, self._first_commit = self._first_commit, False
-            self._launcher.foreground_begin(self._token)
+            self._serving.begin(self._token)
             change = self._sync(messages)
             branch = self.branch
+            self._first_commit = False
             restored, self._restored = self._restored, False
-            if restored or (first and self._artifacts):  # of an earlier process, or of the session it forked from
+            if restored:  # of an earlier process, or of the session it forked from
                 self._salvage(messages, branch.tokens)
                 branch.recalibrate()
             self._forecast.boundary(now, branch.history.tokens[-1])
             if policy.max_message_tokens is not None:
-                self._offload_entries(messages, change)
+                self._offload_entries(messages)
         else:
             self._sync(messages)  # while we waited the list may have been edited, or another one committed
         branch = self.branch
@@ -646,7 +672,7 @@ class Session:
             return
         if not self.codec.same(messages[: len(base)], base):
             return
-        self._launcher.archive()
+        self._archive.keep()
         self._base = None
         old, self.branch = self.branch, Branch(self.codec, self.policy.token_counter)
         self.branch.inherit(old, len(base))
@@ -706,7 +732,7 @@ class Session:
         self._remember(artifact)
         self._committed.add(artifact.key)
         handle.move(HandleState.COMMITTED)
-        self._launcher.committed(artifact)
+        self._serving.committed(artifact)
         self._launcher.name(artifact)
         handle.receipt = self._receipt(artifact, how, before, waited, handle)
         self._account(handle)
@@ -756,19 +782,19 @@ class Session:
                 why="pinned texts and the newest segment alone exceed the hard limit",
             )
 
-    def _offload_entries(self, messages: Sequence[Any], change: Change) -> None:
+    def _offload_entries(self, messages: Sequence[Any]) -> None:
         """A single result larger than ``max_message_tokens`` is offloaded before the model ever sees it."""
-        history = self.branch.history
-        for i in range(max(change.common, self.branch.sent), len(history)):
-            if (
-                history.span(i, i + 1) > (self.policy.max_message_tokens or 0)
-                and self.codec.role(messages[i]) == "tool"
-            ):
-                artifact = self._launcher.entry(messages[i], i)
-                if artifact is not None and self.branch.refusal(artifact) is None:
-                    self.branch.apply(artifact, messages)
-                    self._remember(artifact)
-                    self._committed.add(artifact.key)
+        branch, limit = self.branch, self.policy.max_message_tokens or 0
+        for i in range(branch.sent, len(branch.history)):
+            if branch.history.span(i, i + 1) <= limit or self.codec.role(messages[i]) != "tool":
+                continue
+            if any(e.start <= i < e.end and (e.end - e.start > 1 or not e.messages) for e in branch.edits):
+                continue  # it is not in the view
+            artifact = self._launcher.entry(messages[i], i)
+            if artifact is not None and branch.refusal(artifact) is None:
+                branch.apply(artifact, messages)
+                self._remember(artifact)
+                self._committed.add(artifact.key)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -778,7 +804,7 @@ class Session:
         """Start a lookahead if it is time to. Returns the live handle, if any."""
         live = self._live
         if live is not None and live.state not in FINAL:
-            self._launcher.grew(live, messages)
+            self._serving.grew(live, messages)
             return live
         if change is not None and change.error is not None:
             return None  # what stands behind an unreadable message is unknown: nothing is started for it
@@ -818,7 +844,7 @@ class Session:
     def _work(self) -> float | None:
         """Seconds that a lookahead is expected to take by what the engine has shown; ``None`` while unknown."""
         land = self.policy.limit_tokens(self.policy.land_at)
-        return self._launcher.work_s(_expected(self.policy.transform, 0), land or 0)
+        return self._serving.work_s(_expected(self.policy.transform, 0), land or 0)
 
     def _plan(self, keep: Size, expected: int) -> Run | None:
         branch = self.branch
@@ -847,7 +873,7 @@ class Session:
         view = self.branch.project(messages)
         self.branch.sent = len(self.branch.history)
         self._base = self.branch.frozen() if self.branch.edits else None
-        self._launcher.sent(messages, bool(self.branch.edits))
+        self._archive.sent(messages, bool(self.branch.edits))
         return view
 
     def _as_it_was(self, messages: Sequence[Any]) -> list[Any]:
@@ -867,7 +893,7 @@ class Session:
     def _drop(self, handle: LookaheadHandle, reason: Reason) -> None:
         if handle.move(HandleState.DISCARDED, reason):
             self._emit("lookahead.discarded", handle=handle.id, reason=str(reason))
-            self._launcher.discarded(handle.flight.plan.key)
+            self._serving.discarded(handle.flight.plan.key)
             self._runtime.leave(handle.flight, handle, reason)
         self._forget_handle(handle)
 
@@ -879,12 +905,17 @@ class Session:
                 handles.remove(handle)
 
     def _remember(self, artifact: Artifact) -> None:
-        """Hold an artifact within the bounds of the discard policy; the oldest unused ones go first."""
+        """Hold an artifact, as the one used last."""
+        self._artifacts[artifact.key] = artifact
+        self._artifacts.move_to_end(artifact.key)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Hold artifacts within the bounds of the discard policy; the oldest unused ones go first."""
         held = self._artifacts
-        held[artifact.key] = artifact
-        held.move_to_end(artifact.key)
         discard = self.policy.discard if isinstance(self.policy.discard, Salvage) else Salvage()
-        shown = {a.artifact.key for a in self.branch.applied} | {artifact.key}
+        newest = next(reversed(held), None)
+        shown = {a.artifact.key for a in self.branch.applied} | {newest}
         oldest = self._runtime.now() - discard.ttl
         size = sum(a.tokens for a in held.values()) * 4
         for key in list(held):

@@ -1,4 +1,4 @@
-"""How the tests run: hypothesis repeats itself by default, and what needs another AG2 is not collected."""
+"""How the tests run: hypothesis repeats itself by default, and what this environment lacks is not collected."""
 
 from __future__ import annotations
 
@@ -14,12 +14,33 @@ settings.register_profile("search", max_examples=2_000, deadline=None, suppress_
 settings.load_profile(os.environ.get("SMOOTHCTX_PROFILE", "steady"))
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """AG2 and its classic line share one name: each has an environment and a Make target of its own."""
-    if collection_path.name not in ("ag2", "ag2_classic"):
-        return None
+#: tests that need what only the full development environment has
+NEEDS = {
+    "test_agent_framework_": "agent-framework-core",
+    "test_autogen_": "autogen-core",
+    "test_langgraph_deepagents": "deepagents",
+    "test_langgraph_postgres": "langgraph-checkpoint-postgres",
+    "test_langgraph_providers": "langchain-anthropic",
+}
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, if it is installed."""
     try:
-        classic = int(metadata.version("ag2").split(".")[0]) < 1
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return True
-    return None if classic == (collection_path.name == "ag2_classic") else True
+        return None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect what can run in this environment; each environment has a Make target of its own.
+
+    AG2 and its classic line share one name, and the oldest supported langgraph is tested without other frameworks.
+    """
+    name = collection_path.name
+    if name in ("ag2", "ag2_classic"):
+        version = installed("ag2")
+        classic = version is not None and version.startswith("0.")
+        return None if version is not None and classic == (name == "ag2_classic") else True
+    needed = next((d for prefix, d in NEEDS.items() if name.startswith(prefix)), None)
+    return True if needed is not None and installed(needed) is None else None

@@ -467,7 +467,7 @@ async def test_a_folder_survives_a_restart(tmp_path: Path, monkeypatch: pytest.M
         session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=0), model_id="m"))
         handle = session.observe(messages)
         assert handle is not None
-        await handle.wait(5)
+        await handle.wait(30)
         before = await session.commit(messages)
         assert summaries(before)
     model = FakeSummarizer(delay=0)

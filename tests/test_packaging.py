@@ -25,16 +25,19 @@ def test_no_regular_package_is_named_after_a_framework() -> None:
     assert [str(p) for p in bad if p.exists()] == []
 
 
-def test_public_names_are_exported_and_typed() -> None:
+@pytest.mark.parametrize("package", ["smoothctx", "smoothctx.engines", "smoothctx.testing"])
+def test_public_names_are_exported_and_typed(package: str) -> None:
     """Everything in __all__ is there, sorted, documented, and the package is marked as typed."""
-    module = importlib.import_module("smoothctx")
+    module = importlib.import_module(package)
     assert (ROOT / "smoothctx" / "py.typed").exists()
     assert list(module.__all__) == sorted(module.__all__)
     for name in module.__all__:
         assert getattr(module, name).__doc__, name
 
 
-@pytest.mark.parametrize("target", ["smoothctx", "smoothctx.engines", "smoothctx.cli"])
+@pytest.mark.parametrize(
+    "target", ["smoothctx", "smoothctx.economics", "smoothctx.engines", "smoothctx.testing", "smoothctx.cli"]
+)
 def test_import_is_light(target: str) -> None:
     """Importing pulls in no framework, no engine and no test tool."""
     heavy = ("langgraph", "langchain", "langchain_core", "autogen_core", "xllamacpp", "numpy", "pytest")

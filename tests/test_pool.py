@@ -13,9 +13,10 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from searching import machine_settings
 from smoothctx.breaker import BreakerOpen, Breakers
 from smoothctx.errors import ClosedError, ConfigurationError, EngineUnreachable
 from smoothctx.pool import Outcome, TaskPool, Work
@@ -1268,4 +1269,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPoolMachine.settings = machine_settings(examples=60, steps=25)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from helpers import CODEC, A, Events, FlakyStore, H, Message, S, T, marks, problems, same_objects
+from searching import machine_settings
 from smoothctx import (
     ConfigurationError,
     Finish,
@@ -448,12 +447,4 @@ class Conversations(RuleBasedStateMachine):
 
 
 TestConversations = Conversations.TestCase
-TestConversations.settings = settings(
-    max_examples=int(os.environ.get("SMOOTHCTX_EXAMPLES", "30")),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
-if "SMOOTHCTX_EXAMPLES" in os.environ:  # a long search: the first failure as it was found
-    TestConversations.settings = settings(TestConversations.settings, phases=(Phase.generate,))
+TestConversations.settings = machine_settings(examples=30, steps=40)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import smoothctx.launch
 from smoothctx import (
     ConfigurationError,
     FolderStore,
@@ -52,24 +53,20 @@ def talk(session: Any, messages: list[dict[str, Any]], turns: int) -> None:
             assert handle.wait_sync(30) in (HandleState.READY, HandleState.COMMITTED)
 
 
-def test_a_restart_commits_what_the_last_process_left(tmp_path: Path) -> None:
+def test_a_restart_commits_what_the_last_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first synchronous commit of a new process sends the summary, and no second one is paid for."""
+    monkeypatch.setattr(smoothctx.launch, "STORE_WAIT", 30.0)  # a folder may be slow: what counts is what is read
     messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
-    with Runtime.in_thread(store=FolderStore(tmp_path)) as runtime:
+    still = {"clock": lambda: 0.0}  # nothing is learnt of how long things take: the trigger alone says when
+    with Runtime.in_thread(store=FolderStore(tmp_path), **still) as runtime:
         session = runtime.session("s", policy=policy(first := Model()))
         talk(session, messages, 12)
-        assert session.receipts and first.calls == len(session.receipts)
+        assert session.receipts and first.calls  # how many, and when, is the forecast's: it goes by the clock
         sent = session.commit_sync([*messages, {"role": "user", "content": "more"}])
     with Runtime.in_thread(store=FolderStore(tmp_path)) as runtime:
-        # Reading a folder may take longer than the few milliseconds that a turn waits: what counts is the end.
         session = runtime.session("s", policy=policy(second := Model()))
-        for _ in range(100):
-            again = session.commit_sync([*messages, {"role": "user", "content": "more"}])
-            if again == sent:
-                break
-            runtime.session("s", policy=session.policy).close_now(Reason.SESSION_CLOSED)
-            session = runtime.session("s", policy=policy(second))
-        assert again == sent and second.calls == 0
+        assert session.commit_sync([*messages, {"role": "user", "content": "more"}]) == sent
+        assert second.calls == 0
 
 
 def test_event_loops_that_come_and_go() -> None:

@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 from .binding import Binding, EngineBinding
-from .client import Completion, OpenAIEngine, Stream
+from .client import OpenAIEngine
+from .completion import Completion, Stream
 from .embedded import EmbeddedEngine
-from .preload import PreloadReport
+from .flavours import Capabilities
+from .load import Load
+from .preload import Preloader, PreloadReport
 from .weights import find_weights
 
 __all__ = (
     "Binding",
+    "Capabilities",
     "Completion",
     "EmbeddedEngine",
     "EngineBinding",
+    "Load",
     "OpenAIEngine",
     "PreloadReport",
+    "Preloader",
     "Stream",
     "find_weights",
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..foreground import Foreground
+from .flavours import Level
 from .preload import Preloader, PreloadReport
 
 View = Callable[[], Sequence[Mapping[str, Any]]]
@@ -66,19 +67,26 @@ class Prefiller(Protocol):
 
 
 class Binding:
-    """For servers that cache prefixes by themselves: nothing to choose, preload by growing prefixes."""
+    """For servers that cache prefixes by themselves: a priority and a salt where they are understood, and preload."""
 
-    def __init__(self, engine: Prefiller, session_id: str) -> None:
+    def __init__(self, engine: Prefiller, session_id: str, *, preloader: Preloader | None = None) -> None:
         self._engine = engine
-        self._preloader = Preloader()
+        self._preloader = Preloader() if preloader is None else preloader
+
+    def _options(self, level: Level) -> dict[str, Any]:
+        """What the engine's server understands, as known now: a probe may come after the session."""
+        engine: Any = self._engine
+        if not hasattr(engine, "priority_options"):
+            return {}
+        return {**engine.priority_options(level), **engine.salt_options()}
 
     def request_options(self) -> Mapping[str, Any]:
-        """Nothing: the server finds the prefix itself."""
-        return {}
+        """The foreground's priority, and the cache salt: what is warmed must be what is sent."""
+        return self._options("foreground")
 
     def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
-        """Nothing: the server finds the prefix itself."""
-        return {}
+        """The priority of what a turn waits for, or of a lookahead."""
+        return self._options("promoted" if urgent() else "lookahead")
 
     async def preload(
         self,
@@ -89,12 +97,12 @@ class Binding:
         needed: Callable[[], bool],
         hurried: Callable[[float | None], bool],
     ) -> PreloadReport:
-        """Growing prefixes with the agent's own request options."""
+        """With the agent's own request options, at the lowest priority."""
 
         async def send(messages: Sequence[Mapping[str, Any]]) -> Any:
-            return await self._engine.prefill(messages, **request)
+            return await self._engine.prefill(messages, **{**request, **self._options("lookahead")})
 
-        return await self._preloader.run(send, view, foreground=foreground, needed=needed)
+        return await self._preloader.run(send, view, foreground=foreground, needed=needed, hurried=hurried)
 
     def committed(self, warm: bool) -> None:
         """Nothing to switch."""

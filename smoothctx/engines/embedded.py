@@ -22,8 +22,10 @@ from ..errors import ClosedError, ConfigurationError, EngineProtocolError, Engin
 from ._child import Child
 from .binding import EngineBinding
 from .client import OpenAIEngine
+from .flavours import Capabilities
 from .slots import SlotBinding, SlotTable
 from .weights import check_gguf, find_weights
+from .wire import Answer
 
 #: bytes of a GGUF file that may hold its metadata
 _METADATA = 64 * 1024 * 1024
@@ -95,7 +97,17 @@ class EmbeddedEngine(OpenAIEngine):
             "batch": batch,
             "chat_template": chat_template or _template(weights),
         }
-        self._table = SlotTable(slots)
+        self._slots = SlotTable(slots)
+        self.capabilities = Capabilities(
+            flavour="llama.cpp",
+            context_window=context_window,
+            preload=True,
+            slots=slots,
+            metrics=True,
+            cached_tokens=True,
+            tokenize=True,
+            block_size=1,
+        )
         self._child: Child | None = None
         self._finalizer: weakref.finalize[..., EmbeddedEngine] | None = None
 
@@ -134,18 +146,6 @@ class EmbeddedEngine(OpenAIEngine):
             if not started:
                 await self._stop()
 
-    async def count_tokens(self, text: str) -> int:
-        """How many tokens the model's own tokenizer makes of a text.
-
-        Raises:
-            EngineError: see its subclasses.
-        """
-        answer = await self.post_json("/tokenize", {"content": text, "add_special": False})
-        try:
-            return len(answer["tokens"])
-        except (KeyError, TypeError) as error:
-            raise EngineProtocolError(f"{self.url}: expected tokens, got {str(answer)[:80]}") from error
-
     async def clear(self) -> None:
         """Empty every slot's cache.
 
@@ -156,8 +156,8 @@ class EmbeddedEngine(OpenAIEngine):
             await self.post_json(f"/slots/{slot}?action=erase", {})
 
     def bind(self, session_id: str) -> EngineBinding:
-        """One session's slots of this engine."""
-        return SlotBinding(self, self._table, session_id)
+        """One session's slots of this engine. With a single slot, nothing is ever put into it beside the agent's."""
+        return SlotBinding(self, self._slots, session_id, preloader=self.preloader())
 
     async def aclose(self) -> None:
         """End the server, in bounded time. A second call does nothing."""
@@ -187,10 +187,9 @@ class EmbeddedEngine(OpenAIEngine):
         async with self._explained(), super()._post(path, body) as response:
             yield response
 
-    async def get_json(self, path: str) -> Any:
-        """See ``OpenAIEngine.get_json``."""
+    async def _answer(self, client: httpx.AsyncClient, request: httpx.Request) -> Answer:
         async with self._explained():
-            return await super().get_json(path)
+            return await super()._answer(client, request)
 
     @asynccontextmanager
     async def _explained(self) -> AsyncGenerator[None]:

@@ -1,8 +1,12 @@
-"""Preload: warm an engine's prefix cache in growing prefixes, preemptible on unmodified engines.
+"""Preload: warm an engine's prefix cache, out of the foreground's way, on unmodified engines.
 
-Each request extends what the last one cached by one chunk, and the next goes out only while no foreground call
-is in flight or due; one that is under way when a turn begins is aborted. So the foreground waits for one chunk
-at most (one batch of the engine, where it notices the abort earlier).
+Two strategies. ``"growing"``: each request extends what the last one cached by one chunk, so that a turn that comes
+meanwhile waits for one chunk at most. ``"abort"``: one request for all of it, whose connection is closed when a turn
+begins; what the turn then waits for is how late the engine notices. It is the better one where that is soon and what
+was evaluated stays (llama.cpp); growing prefixes ask nothing of the engine.
+
+Either way nothing goes out while a turn is in flight or due (or only beside its decode, when time is short), and one
+that is under way when a turn begins is aborted.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ..foreground import Foreground
 from ..usage import Usage
+
+Strategy = Literal["growing", "abort"]
 
 #: seconds that one chunk may take, so that a foreground call waits no longer
 CHUNK_DELAY_S = 0.1
@@ -22,6 +28,10 @@ CHUNK_DELAY_S = 0.1
 FIRST_CHUNK = 512
 MIN_CHUNK = 128
 MAX_CHUNK = 65_536
+#: tokens after a cut that are not of the view: stubs, and what opens the answer
+_TAIL = 8
+#: aborts in a row after which one request for all of it is no way forward, where nothing of it is known to stay
+_ABORTS = 3
 
 Messages = Sequence[Mapping[str, Any]]
 Send = Callable[[Messages], Awaitable[Any]]
@@ -31,7 +41,7 @@ Send = Callable[[Messages], Awaitable[Any]]
 class PreloadReport:
     """What a preload did. ``complete``: the whole view was evaluated, by the server's own answer.
 
-    ``tokens`` is the size of the last prompt as the server counted it; ``aborted`` counts chunks that gave way
+    ``tokens`` is the size of the last prompt as the server counted it; ``aborted`` counts requests that gave way
     to the foreground.
     """
 
@@ -43,67 +53,129 @@ class PreloadReport:
 
 
 class Preloader:
-    """Sends growing prefixes and learns the engine's prefill rate from them. One per session."""
+    """Warms one session's views, and learns the engine's prefill rate from it.
 
-    def __init__(self, *, chunk_delay_s: float = CHUNK_DELAY_S, clock: Callable[[], float] = time.perf_counter) -> None:
+    Args:
+        strategy: ``"growing"`` or ``"abort"``, or what gives the present one.
+        chunk_delay_s: seconds that one chunk of a growing preload may cost a foreground call.
+        clock: seconds.
+        block_tokens: gives the size of the engine's cache blocks, where known. A chunk ends at the end of a block,
+            since only whole blocks are reused, and is one block at least, however slow the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy | Callable[[], Strategy] = "growing",
+        chunk_delay_s: float = CHUNK_DELAY_S,
+        clock: Callable[[], float] = time.perf_counter,
+        block_tokens: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._strategy = strategy
         self._delay = chunk_delay_s
         self._now = clock
-        self._rate: float | None = None  # new characters per second
+        self._block = block_tokens
+        #: measured prefill rate, tokens per second
+        self.rate: float | None = None
+        self._speed: float | None = None  # the same in new characters per second
         self._last = FIRST_CHUNK
+        self._per_token = 4.0  # characters
 
     async def run(
-        self, send: Send, view: Callable[[], Messages], *, foreground: Foreground, needed: Callable[[], bool]
+        self,
+        send: Send,
+        view: Callable[[], Messages],
+        *,
+        foreground: Foreground,
+        needed: Callable[[], bool],
+        hurried: Callable[[float | None], bool] = lambda rate: False,
+        keeps: bool = False,
     ) -> PreloadReport:
         """Warm ``view()`` until nothing is left of it, or until it is not needed any more.
+
+        ``hurried(rate)`` says that idle time alone is too little at that rate (tokens per second); work then goes on
+        beside the foreground's decode. ``keeps``: the engine is known to keep what an aborted request evaluated.
 
         Raises:
             Exception: whatever ``send`` raises, as it is.
         """
         warm: Messages = ()  # what the server has evaluated, without the stubs
-        done, requests, aborted, tokens = 0, 0, 0, 0
+        done, requests, aborted, tokens, in_row = 0, 0, 0, 0, 0
         usage = Usage()
         complete = False
+
+        def allowed() -> bool:
+            return not foreground.busy or (not foreground.prefilling and hurried(self.rate))
+
         while needed():
             messages = view()
             if done and head(messages, done)[0] != warm:
-                done = 0  # another view than before: nothing of it is known to be warm
+                done, tokens = 0, 0  # another view than before: nothing of it is known to be warm
             total = sum(map(_size, messages))
             if done >= total:
                 complete = True
                 break
-            await foreground.wait_idle()
+            await foreground.wait_until(lambda: allowed() or not needed())
             if not needed():
                 break
-            chunk = self._chunk()
-            part, upto = head(messages, total if total - done <= chunk * 1.25 else done + chunk)
+            whole = self._whole() and (keeps or in_row < _ABORTS)
+            part, upto = head(messages, total if whole else self._end(done, tokens, total))
             prompt = messages if upto >= total else valid(part, messages)
             started = self._now()
-            reply = await foreground.unless(lambda: foreground.busy or not needed(), partial(send, prompt))
+            reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
             if reply is None:
-                aborted += 1
+                aborted, in_row = aborted + 1, in_row + 1
                 continue
-            requests += 1
-            self._learn(upto - done, upto, reply.usage, self._now() - started)
+            requests, in_row = requests + 1, 0
+            self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
+            more = reply.usage.input_tokens - tokens
+            if tokens and more > 0:
+                self._per_token = max(0.25, (upto - done) / more)
             usage = usage + reply.usage
             tokens = reply.usage.input_tokens
             warm, done = part, upto
         return PreloadReport(complete=complete, tokens=tokens, requests=requests, aborted=aborted, usage=usage)
 
+    def _whole(self) -> bool:
+        strategy = self._strategy if isinstance(self._strategy, str) else self._strategy()
+        return strategy == "abort"
+
+    def _end(self, done: int, tokens: int, total: int) -> int:
+        """Characters of the next prefix; ``tokens`` is what the server counted for the first ``done`` of them."""
+        chunk = self._chunk()
+        if total - done <= chunk * 1.25:
+            return total
+        block = self._block()
+        if not block or block == 1 or not tokens:
+            return done + chunk
+        # The end of a block that the chunk's time allows, but always one more than is warm.
+        blocks = max(tokens // block + 1, int(tokens + chunk / self._per_token) // block)
+        return min(total, done + max(MIN_CHUNK, round((blocks * block - tokens + _TAIL) * self._per_token)))
+
     def _chunk(self) -> int:
-        if self._rate is None:
+        if self._speed is None:
             return FIRST_CHUNK
         # What the server had cached already looks fast: grow step by step.
-        return max(MIN_CHUNK, min(MAX_CHUNK, 2 * self._last, int(self._rate * self._delay)))
+        return max(MIN_CHUNK, min(MAX_CHUNK, 2 * self._last, int(self._speed * self._delay)))
 
-    def _learn(self, sent: int, upto: int, usage: Usage, seconds: float) -> None:
-        """Take one chunk: only characters that were really evaluated say something of the rate."""
+    def _learn(self, sent: int, upto: int, usage: Usage, seconds: float, *, alone: bool) -> None:
+        """Take one request: only what was really evaluated says something of the rate."""
         self._last = max(MIN_CHUNK, sent)
-        new = sent
-        if usage.cached_tokens is not None and usage.input_tokens > 0:
-            new = min(sent, upto * (usage.input_tokens - usage.cached_tokens) // usage.input_tokens)
-        if seconds > 0 and new >= MIN_CHUNK // 2:
-            rate = new / seconds
-            self._rate = rate if self._rate is None else self._rate + 0.3 * (rate - self._rate)
+        if seconds <= 0:
+            return
+        new, known = sent, usage.input_tokens > 0 and usage.cached_tokens is not None
+        if known:
+            assert usage.cached_tokens is not None
+            evaluated = usage.input_tokens - usage.cached_tokens
+            new = min(sent, upto * evaluated // usage.input_tokens)
+            if alone and evaluated >= 64:
+                self.rate = _mean(self.rate, evaluated / seconds)
+        if new >= MIN_CHUNK // 2:
+            self._speed = _mean(self._speed, new / seconds)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + 0.3 * (new - old)
 
 
 def _size(message: Mapping[str, Any]) -> int:

@@ -5,21 +5,18 @@ The summariser extends the agent's own cache: its slot is copied to the spare on
 into the spare slot, and the commit makes the agent's next call go there.
 
 The server stops a request when its connection closes (it notices within about a second, between two batches) and
-keeps what it has evaluated. So a preload is one request, aborted when a turn begins and sent again afterwards.
+keeps what it has evaluated. So by default a preload is one request, aborted when a turn begins and sent again after it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError
 from ..foreground import Foreground
-from ..usage import Usage
-from .preload import PreloadReport
+from .preload import Preloader, PreloadReport
 
 if TYPE_CHECKING:
     from .client import OpenAIEngine
@@ -45,14 +42,18 @@ class SlotTable:
 class SlotBinding:
     """One session's slots: the agent's, and a spare one while a lookahead is under way or likely."""
 
-    def __init__(self, engine: OpenAIEngine, table: SlotTable, session_id: str) -> None:
+    def __init__(self, engine: OpenAIEngine, table: SlotTable, session_id: str, *, preloader: Preloader) -> None:
         self._engine = engine
         self._table = table
         self._agent = table.take()
         self._spare: int | None = None
         self._preloaded = False  # the spare slot holds (part of) the view of the present lookahead
-        #: measured prefill rate, tokens per second
-        self.rate: float | None = None
+        self._preloader = preloader
+
+    @property
+    def rate(self) -> float | None:
+        """The measured prefill rate, tokens per second."""
+        return self._preloader.rate
 
     def request_options(self) -> Mapping[str, Any]:
         """The agent's slot."""
@@ -89,39 +90,21 @@ class SlotBinding:
     ) -> PreloadReport:
         """Evaluate the view in the spare slot, in idle time; beside the foreground's decode when time is short."""
         spare = self._take_spare()
-        requests = aborted = tokens = 0
-        usage = Usage()
         if spare is None:
             return PreloadReport(complete=False)
 
-        def allowed() -> bool:
-            if foreground.prefilling:
-                return False
-            return not foreground.busy or hurried(self.rate or self._engine.rates.prefill)
-
-        while needed():
-            await foreground.wait_until(lambda: allowed() or not needed())
-            if not needed():
-                break
-            messages = view()
+        async def send(messages: Sequence[Mapping[str, Any]]) -> Any:
             self._preloaded = True
-            started = time.perf_counter()
-            send = partial(self._engine.prefill, messages, **{**request, "id_slot": spare, "cache_prompt": True})
-            reply = await foreground.unless(lambda: foreground.prefilling or not needed(), send)
-            if reply is None:
-                aborted += 1
-                continue
-            requests += 1
-            usage, tokens = usage + reply.usage, reply.usage.input_tokens
-            self._learn(reply.usage, time.perf_counter() - started, alone=not foreground.busy)
-            if len(view()) == len(messages):
-                return PreloadReport(complete=True, tokens=tokens, requests=requests, aborted=aborted, usage=usage)
-        return PreloadReport(complete=False, tokens=tokens, requests=requests, aborted=aborted, usage=usage)
+            return await self._engine.prefill(messages, **{**request, "id_slot": spare, "cache_prompt": True})
 
-    def _learn(self, usage: Usage, seconds: float, *, alone: bool) -> None:
-        new = usage.input_tokens - (usage.cached_tokens or 0)
-        if alone and new >= 64 and seconds > 0:
-            self.rate = new / seconds if self.rate is None else 0.7 * self.rate + 0.3 * new / seconds
+        return await self._preloader.run(
+            send,
+            view,
+            foreground=foreground,
+            needed=needed,
+            hurried=lambda rate: hurried(rate or self._engine.rates.prefill),
+            keeps=True,
+        )
 
     def committed(self, warm: bool) -> None:
         """The agent moves to the slot that was preloaded; its old one becomes the spare."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -22,6 +23,22 @@ _HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the UR
 _LINE = 16 * 1024 * 1024
 #: the event that ends a stream
 DONE: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, whatever its status."""
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+    def json(self) -> Any:
+        """Its JSON value, ``None`` where it is none."""
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
 
 
 async def read_events(response: httpx.Response, url: str) -> AsyncGenerator[dict[str, Any]]:

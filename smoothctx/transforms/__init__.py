@@ -12,6 +12,7 @@ from .isolate import Isolate
 from .keep_recent import KeepRecent
 from .model import Model, ModelEngine, ModelReply
 from .offload import Offload
+from .parallel import ParallelSummarize
 from .summarize import Summarize
 from .validators import NotSmaller, Validator, default_validators, validate
 
@@ -26,6 +27,7 @@ __all__ = (
     "ModelReply",
     "NotSmaller",
     "Offload",
+    "ParallelSummarize",
     "Rewrite",
     "Size",
     "Summarize",
@@ -41,4 +43,4 @@ __all__ = (
 
 def named_transforms() -> dict[str, Callable[..., Any]]:
     """The transforms that ``schedule_transform`` knows by name."""
-    return {t.name: t for t in (Summarize, Offload, KeepRecent, Isolate)}
+    return {t.name: t for t in (Summarize, ParallelSummarize, Offload, KeepRecent, Isolate)}

@@ -43,6 +43,8 @@ class TransformRequest:
     ``context_tokens``: the agent's window.
     ``shown``: ``messages`` with those that stay word for word still in their places: what a model should read
     (and what the agent's engine has cached); ``None`` where that is the same.
+    ``max_tokens``: the messages are one block of the conversation, and its summary may have that many tokens in all;
+    ``None``: the transform's own options say how the run is cut and what it may cost.
     ``on_usage``: called with the usage of each model call as it ends, so that failed work is accounted too.
     """
 
@@ -58,6 +60,7 @@ class TransformRequest:
     store: Store | None = None
     context_tokens: int | None = None
     shown: Sequence[Any] | None = None
+    max_tokens: int | None = None
     on_usage: Callable[[Usage], None] | None = None
     #: options for a model call that should reuse the agent's cached prefix (tools, template, salt, lane, ...)
     options: Mapping[str, Any] = field(default_factory=dict)

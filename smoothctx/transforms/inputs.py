@@ -8,11 +8,11 @@ a placeholder, so that what we send is always valid and leaves nothing out.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec import USER_STUB, Codec, escape_tag
+from ..codec import USER_STUB, Codec, escape_tag, results_of
 from ..segments import segment
 from ..tokens import MESSAGE_TOKENS, count_text
 
@@ -72,7 +72,8 @@ def _unique(ids: list[str]) -> list[str]:
 def paired(messages: Sequence[Any], codec: Codec) -> list[tuple[Any, list[Any] | None]]:
     """Each message with the results of its calls (``None`` for an unanswered one), moved to their call.
 
-    A tool result without a call stands alone, with ``None`` in place of the list.
+    A tool result without a call stands alone, with ``None`` in place of the list. A message with several results
+    comes as one message for each.
     """
     rows: list[tuple[Any, list[Any] | None]] = []
     open_calls: list[tuple[str, list[Any], int]] = []
@@ -83,11 +84,12 @@ def paired(messages: Sequence[Any], codec: Codec) -> list[tuple[Any, list[Any] |
             rows.append((message, results))
             open_calls += [(c.id, results, k) for k, c in enumerate(calls)]
             continue
-        call = _take(open_calls, codec.result_id(message))
-        if call is None:
-            rows.append((message, None))
-        else:
-            call[1][call[2]] = message
+        for result in results_of(codec, message):
+            call = _take(open_calls, codec.result_id(result))
+            if call is None:
+                rows.append((result, None))
+            else:
+                call[1][call[2]] = result
     return rows
 
 
@@ -103,14 +105,20 @@ def _take(open_calls: list[tuple[str, list[Any], int]], call_id: str) -> tuple[s
     return chosen
 
 
-def call_names(messages: Sequence[Any], codec: Codec) -> dict[int, str]:
-    """Name of the called tool for each result, by the result's ``id()`` within this list."""
-    return {
+def call_names(messages: Sequence[Any], codec: Codec) -> dict[int, list[str]]:
+    """Name of the called tool for each result of a tool message (``""`` without a call), by the message's ``id()``."""
+    parts = {id(m): results_of(codec, m) for m in messages if codec.role(m) == "tool"}
+    named = {
         id(result): call.name
-        for message, results in paired(messages, codec)
+        for message, results in paired(_one_result_each(messages, parts), codec)
         for call, result in zip(codec.calls(message), results or (), strict=False)
         if result is not None
     }
+    return {key: [named.get(id(part), "") for part in found] for key, found in parts.items()}
+
+
+def _one_result_each(messages: Sequence[Any], parts: Mapping[int, Sequence[Any]]) -> list[Any]:
+    return [part for m in messages for part in parts.get(id(m), (m,))]
 
 
 def opens_with_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,10 +134,12 @@ def transcript(messages: Sequence[Any], codec: Codec) -> str:
     lines: list[str] = []
     names = call_names(messages, codec)
     for message in messages:
+        if codec.role(message) == "tool":
+            for part, name in zip(results_of(codec, message), names[id(message)], strict=True):
+                lines.append(f"{f'tool {name}' if name else 'tool'}: {plain(codec.text(part))}")
+            continue
         role, text = codec.role(message), plain(codec.text(message))
         calls = [f"{c.name}({plain(c.arguments)})" for c in codec.calls(message)]
-        if role == "tool":
-            role = f"tool {names[id(message)]}" if names.get(id(message)) else "tool"
         if text or not calls:
             lines.append(f"{role}: {text}")
         lines += [f"{role} calls: {call}" for call in calls]

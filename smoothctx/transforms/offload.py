@@ -125,9 +125,9 @@ class Offload:
         self.bind(store)
         out = list(request.messages)
         results = [i for i, m in enumerate(out) if codec.role(m) == "tool"]
-        names = call_names(out, codec)
+        names = call_names(request.messages, codec)
         for i in results[: max(0, len(results) - self.keep_recent)]:
-            if names.get(id(out[i])) == TOOL_NAME:
+            if TOOL_NAME in names[id(out[i])]:
                 continue
             made = offload_message(
                 out[i],

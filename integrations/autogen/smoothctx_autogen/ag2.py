@@ -1,0 +1,280 @@
+"""AG2 1.x (``import ag2``): lookahead as a middleware around the model's calls.
+
+async with Runtime() as runtime:
+    lookahead = Middleware(LookaheadMiddleware, runtime=runtime, policy=policy)
+    agent = Agent("assistant", config=config, middleware=[lookahead])
+"""
+
+from __future__ import annotations
+
+from .ag2_missing import missing
+
+try:
+    from ag2.middleware import BaseMiddleware
+except ImportError as error:
+    raise missing("ag2") from error
+
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ag2.events import BaseEvent, ModelMessageChunk, UsageEvent
+from ag2.events.types import Usage as StreamUsage
+
+from smoothctx.errors import ConfigurationError
+from smoothctx.handle import LookaheadHandle
+from smoothctx.lines import Lines
+from smoothctx.policy import Policy
+from smoothctx.runtime import Runtime
+from smoothctx.session import ForegroundCall, Session
+from smoothctx.states import Reason
+
+from .ag2_events import EventMessage, EventMessages, read, weave
+from .ag2_model import ConfigModel
+
+__all__ = [
+    "ConfigModel",
+    "EventMessage",
+    "EventMessages",
+    "LookaheadMiddleware",
+    "forget",
+    "restore",
+    "saved",
+    "sessions",
+]
+
+CODEC = EventMessages()
+#: sets of options whose sessions are followed at once, and streams whose saved texts wait for a turn: the oldest go
+MAX_OPTIONS, MAX_SAVED = 64, 1024
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What outlives a middleware, of which there is a new one per turn: one of these per runtime."""
+
+    lines: list[tuple[_Options, Lines]] = field(default_factory=list)  # the one used last at the end
+    saved: dict[str, list[str]] = field(default_factory=dict)  # by stream, until its next turn
+    told: weakref.WeakSet[LookaheadHandle] = field(default_factory=weakref.WeakSet)  # whose cost is put on a stream
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Options:
+    policy: Policy
+    tenant: str
+    engine: Any
+    request: Mapping[str, Any] | None
+
+    def same_as(self, other: _Options) -> bool:
+        return (
+            self.policy.same_as(other.policy)
+            and self.tenant == other.tenant
+            and self.engine is other.engine
+            and self.request == other.request
+        )
+
+
+def sessions(runtime: Runtime, stream: Any) -> list[Session]:
+    """The open sessions of a stream (or of its id), the one used last at the end: one per policy and tenant."""
+    kept = _kept(runtime)
+    with kept.lock:
+        lines = list(kept.lines)
+    found = [s for options, held in lines for s in held.sessions(_id(stream), tenant=options.tenant)]
+    return sorted({id(s): s for s in found}.values(), key=lambda s: s.used_at)
+
+
+async def forget(runtime: Runtime, stream: Any) -> None:
+    """Cancel the lookaheads of a stream and forget what they made: call it where its history is dropped.
+
+    A stream whose next turn shares nothing with the one before is forgotten without being told.
+    """
+    kept = _kept(runtime)
+    with kept.lock:
+        kept.saved.pop(_id(stream), None)
+    for session in sessions(runtime, stream):
+        await session.close()
+
+
+def saved(runtime: Runtime, stream: Any) -> list[str]:
+    """What is committed in the views of a stream, as JSON texts to keep beside its events."""
+    return [text for session in sessions(runtime, stream) for text in session.saved()]
+
+
+def restore(runtime: Runtime, stream: Any, texts: Iterable[str]) -> None:
+    """Take over what :func:`saved` gave for these events, in this process or another, from the stream's next turn on.
+
+    It applies where the events are the same, whatever the stream's id.
+    """
+    kept = _kept(runtime)
+    with kept.lock:
+        kept.saved.setdefault(_id(stream), []).extend(texts)
+        while len(kept.saved) > MAX_SAVED:
+            del kept.saved[next(iter(kept.saved))]
+
+
+class LookaheadMiddleware(BaseMiddleware):  # type: ignore[misc]  # it is not installed where types are checked
+    """Sends the model the view instead of the whole history; the stream's history stays as it is.
+
+    Use it as ``Middleware(LookaheadMiddleware, runtime=runtime, policy=policy)``, ahead of other middleware that
+    shortens the history. State is kept by the stream's id: give a stream an id of your own to find it again after a
+    restart. Below the hard limit no call waits; at the limit one waits up to ``max_wait``.
+
+    The work itself runs in the runtime's pool, not in ``context.spawn_background``: it is bounded there, shared
+    between streams, and goes on when this stream's loop ends. What belongs to the stream goes through the stream's
+    own facility: that a background call was paid for is put on it as a ``UsageEvent`` of kind ``"compaction"``, so
+    that ``reply.usage()`` is complete.
+
+    Args:
+        event: the turn's first event, given by the framework.
+        context: the turn's context, given by the framework.
+        runtime: where the lookaheads run.
+        policy: what the agent does with its context. Prompts and tool schemas are not in the history: count them as
+            ``reserved_tokens`` where the provider reports no usage.
+        tenant: whose conversation it is.
+        engine: the agent's own engine, to preload views (see ``Runtime.session``).
+        request: the constant part of the agent's requests.
+        report_usage: put the usage of background calls on the stream.
+
+    Raises:
+        ConfigurationError: ``runtime`` or ``policy`` is of another type.
+    """
+
+    def __init__(
+        self,
+        event: BaseEvent,
+        context: Any,
+        *,
+        runtime: Runtime,
+        policy: Policy,
+        tenant: str = "default",
+        engine: Any = None,
+        request: Mapping[str, Any] | None = None,
+        report_usage: bool = True,
+    ) -> None:
+        super().__init__(event, context)
+        if not isinstance(runtime, Runtime):
+            raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
+        self._runtime = runtime
+        self._tenant = tenant
+        self._engine = engine
+        self._report_usage = report_usage
+        self._lines = _lines(runtime, _Options(policy, tenant, engine, request))
+
+    async def on_llm_call(self, call_next: Any, events: Sequence[BaseEvent], context: Any) -> Any:
+        """One model call with the view of ``events``. What it raises is the call's own."""
+        held = list(events)  # the storage's live list: it grows while the model answers
+        with ExitStack() as turn:
+            session = messages = None
+            try:
+                messages = read(held)
+                session = turn.enter_context(self._lines.using(self._stream(context, messages), messages))
+                self._restore(context, session)
+            except Exception as error:
+                self._failed(error, context)
+            if session is None or messages is None:
+                return await call_next(events, context)
+            view = await session.commit(messages)
+            rewritten = len(view) != len(messages) or any(a is not b for a, b in zip(view, messages, strict=True))
+            self._tell(session.lookahead, context)
+            answered = messages
+            try:
+                async with session.foreground() as call, self._first_token(call, context):
+                    response = await call_next(weave(view, messages) if rewritten else held, context)
+                answered = [*messages, EventMessage(response)]
+                return response
+            finally:
+                self._tell(session.observe(answered), context)
+
+    def _stream(self, context: Any, messages: Sequence[EventMessage]) -> str:
+        """The conversation's name. One whose history was cleared is over: what was held of it is forgotten."""
+        stream = _id(context.stream)
+        for session in self._lines.sessions(stream, tenant=self._tenant):
+            if len(session.branch.history) and not session.recognises(messages[:1])[1]:
+                session.close_now(Reason.SESSION_CLOSED)
+        return stream
+
+    def _restore(self, context: Any, session: Session) -> None:
+        kept = _kept(self._runtime)
+        with kept.lock:
+            texts = kept.saved.pop(_id(context.stream), [])
+        if texts:
+            session.restore(texts)
+
+    @asynccontextmanager
+    async def _first_token(self, call: ForegroundCall, context: Any) -> AsyncIterator[None]:
+        """Tell the engine's background of the first streamed token; without an engine nobody asks."""
+        if self._engine is None:
+            yield
+            return
+
+        async def first(_: ModelMessageChunk) -> None:
+            call.first_token()
+
+        with context.stream.where(ModelMessageChunk).sub_scope(first):
+            yield
+
+    def _tell(self, handle: LookaheadHandle | None, context: Any) -> None:
+        """Put what a lookahead costs on the stream that started it, once it has ended."""
+        if handle is None or not self._report_usage:
+            return
+        kept = _kept(self._runtime)
+        with kept.lock:
+            if any(told.flight is handle.flight for told in kept.told):  # paid for once, whoever makes use of it
+                return
+            kept.told.add(handle)
+        context.spawn_background(self._put_usage(handle, context))
+
+    async def _put_usage(self, handle: LookaheadHandle, context: Any) -> None:
+        try:
+            await handle.wait()
+            usage = handle.flight.usage
+            if usage.calls and not usage.estimated:
+                spent = StreamUsage(
+                    prompt_tokens=usage.input_tokens,
+                    completion_tokens=usage.output_tokens,
+                    total_tokens=usage.total_tokens,
+                    cache_read_input_tokens=usage.cached_tokens,
+                )
+                await context.send(UsageEvent(spent, kind="compaction", label="smoothctx"))
+        except Exception as error:
+            self._failed(error, context)
+
+    def _failed(self, error: Exception, context: Any) -> None:
+        self._runtime.events.error(error, where="ag2.middleware", session=_id(context.stream), tenant=self._tenant)
+
+
+def _id(stream: Any) -> str:
+    return str(getattr(stream, "id", stream))
+
+
+def _kept(runtime: Runtime) -> _Kept:
+    """Lives as long as the runtime: held elsewhere, its sessions would keep the runtime alive."""
+    kept: _Kept = vars(runtime).setdefault("_smoothctx_ag2", _Kept())
+    return kept
+
+
+def _lines(runtime: Runtime, options: _Options) -> Lines:
+    """The lines of these options, the same for every turn."""
+    kept = _kept(runtime)
+    with kept.lock:
+        found = next((row for row in kept.lines if row[0].same_as(options)), None)
+        if found is None:
+            lines = Lines(
+                runtime,
+                policy=options.policy,
+                codec=CODEC,
+                tenant=options.tenant,
+                engine=options.engine,
+                request=options.request,
+            )
+            found = (options, lines)
+        else:
+            kept.lines.remove(found)
+        kept.lines.append(found)
+        del kept.lines[:-MAX_OPTIONS]  # their sessions stay with the runtime, which finds them by their names
+        return found[1]

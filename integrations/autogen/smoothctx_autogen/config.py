@@ -1,0 +1,89 @@
+"""What a context can say about itself in a component config: its options, its client and the context that it wraps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from autogen_core import ComponentModel
+from pydantic import BaseModel, ConfigDict, Field
+
+from smoothctx import Finish, Immediate, KeepRecent, Policy, Salvage, Summarize
+
+#: ``("fraction" | "tokens" | "messages", n)``
+Size = tuple[Literal["fraction", "tokens", "messages"], int | float]
+
+_DISCARD = {"salvage": Salvage, "immediate": Immediate, "finish": Finish}
+
+
+class LookaheadOptions(BaseModel):
+    """When and how a context is summarised, as plain values: what a component config can hold.
+
+    Every field is the option of the same name of ``smoothctx.Policy`` or ``smoothctx.Summarize``; two differ.
+    ``layout`` is ``"standalone"``: the summariser gets a transcript, which every client takes, with or without tools
+    and images, and the agent's system message is not part of the context anyway. ``fallback_keep`` is what
+    ``KeepRecent`` keeps at the hard limit. Values are checked where the context is made (``ConfigurationError``).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    context_window: int | None = None
+    trigger: Size | list[Size] = ("fraction", 0.60)
+    hard_limit: Size = ("fraction", 0.85)
+    land_at: Size = ("fraction", 0.40)
+    reserved_tokens: int = 0
+    commit: str = "ready"
+    overrun: str = "promote"
+    max_wait: float = 30.0
+    discard: Literal["salvage", "immediate", "finish"] = "salvage"
+    min_savings: float = 0.30
+    max_message_tokens: int | None = None
+    keep: Size = ("messages", 20)
+    fallback_keep: Size = ("messages", 20)
+    layout: str = "standalone"
+    source: str = "view"
+    max_tokens: int = 1024
+    prompt: str | None = None
+    facts: bool = True
+    window: int | None = None
+
+    def policy(self, model: Any, *, model_id: str | None = None) -> Policy:
+        """The policy that these options describe, summarising with ``model``.
+
+        Raises:
+            ConfigurationError: naming option, value and what is allowed.
+        """
+        summarize = Summarize(
+            model,
+            model_id=model_id,
+            keep=self.keep,
+            layout=self.layout,
+            source=self.source,
+            max_tokens=self.max_tokens,
+            prompt=self.prompt,
+            facts=self.facts,
+            window=self.window,
+        )
+        return Policy(
+            summarize,
+            trigger=self.trigger,
+            hard_limit=self.hard_limit,
+            land_at=self.land_at,
+            context_window=self.context_window,
+            reserved_tokens=self.reserved_tokens,
+            commit=self.commit,
+            overrun=self.overrun,
+            max_wait=self.max_wait,
+            fallback=KeepRecent(keep=self.fallback_keep),
+            discard=_DISCARD[self.discard](),
+            min_savings=self.min_savings,
+            max_message_tokens=self.max_message_tokens,
+        )
+
+
+class LookaheadContextConfig(BaseModel):
+    """The component config of :class:`LookaheadChatCompletionContext`."""
+
+    model_client: ComponentModel
+    inner: ComponentModel | None = None
+    options: LookaheadOptions = Field(default_factory=LookaheadOptions)
+    tenant: str = "default"

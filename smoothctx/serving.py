@@ -1,0 +1,180 @@
+"""Serving: the agent's own engine as one session uses it. Preload, slots, and keeping out of the foreground's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .codec import openai_messages
+from .flight import Flight
+from .handle import LookaheadHandle
+from .states import HandleState
+from .transforms.base import Transform
+from .view import Artifact
+
+if TYPE_CHECKING:
+    from .engines.binding import EngineBinding
+    from .runtime import Runtime
+    from .session import Session
+
+T = TypeVar("T")
+
+
+class Serving:
+    """Talks to the engine of one session, if it has one; what the engine raises is an event, never the turn's."""
+
+    def __init__(self, runtime: Runtime, session: Session) -> None:
+        self._runtime = runtime
+        self._session = session
+        self._foreground = runtime.foreground(session.engine)
+        bind = getattr(session.engine, "bind", None)
+        self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
+        self._latest: list[Any] = []
+        self._rewarming = False
+        self._preloading = ""  # the artifact whose view the engine is warming, or has warmed
+
+    def _ask(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """Ask the engine's binding; what it raises is an event, never the turn's."""
+        try:
+            return call()
+        except Exception as error:
+            self._runtime.events.error(
+                error, where=f"engine.{what}", session=self._session.id, tenant=self._session.tenant
+            )
+            return otherwise
+
+    def request_options(self) -> dict[str, Any]:
+        """Options of the agent's next call."""
+        binding = self._binding
+        return self._ask("request_options", lambda: dict(binding.request_options()), {}) if binding is not None else {}
+
+    def begin(self, who: object) -> None:
+        """A turn or a call is due."""
+        self._foreground.begin(who)
+
+    def first_token(self, who: object, turn: object) -> None:
+        """The first token of a call, and so of its turn, is there."""
+        self._foreground.first_token(who)
+        self._foreground.first_token(turn)
+
+    def poke(self) -> None:
+        """Background work that waits for the foreground asks again whether it still has to."""
+        self._foreground.poke()
+
+    def end(self, who: object) -> None:
+        """The turn or call is over."""
+        self._foreground.end(who)
+
+    def work_s(self, output_tokens: int, prompt_tokens: int) -> float | None:
+        """Seconds to write a result and to preload its view, at the rates that the engine has shown."""
+        rates = getattr(self._session.engine, "rates", None)
+        if rates is None or not rates.prefill or not rates.decode or not self.preloads(None):
+            return None
+        return float(output_tokens / rates.decode + prompt_tokens / rates.prefill)
+
+    def preloads(self, preload_kv: bool | None) -> bool:
+        """Is a view of this session preloaded? ``None``: as the policy and the engine say."""
+        wish = self._session.policy.preload_kv if preload_kv is None else preload_kv
+        if self._binding is None or wish is False:
+            return False
+        return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
+
+    def aligned(self, transform: Transform) -> dict[str, Any]:
+        """For a summariser on the agent's own engine: the constant part of its request, and where its cache is."""
+        session = self._session
+        if session.engine is None or not _uses(transform, session.engine):
+            return {}
+        options = dict(session.request)
+        if (binding := self._binding) is not None:
+            none: dict[str, Any] = {}
+            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), none)
+            options.update(own)
+        return options
+
+    async def preload(self, flight: Flight, artifact: Artifact) -> bool:
+        """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
+        session = self._session
+        if self._binding is None:
+            return False
+        self._preloading = artifact.key
+
+        def view() -> list[dict[str, Any]]:
+            shown = session.preview(artifact, self._latest)
+            return [sent for m in shown for sent in openai_messages(session.codec, m)]
+
+        def needed() -> bool:
+            return any(h.state in (HandleState.PENDING, HandleState.RUNNING, HandleState.READY) for h in flight.handles)
+
+        try:
+            report = await self._binding.preload(
+                view,
+                request=session.request,
+                foreground=self._foreground,
+                needed=needed,
+                hurried=lambda rate: session.hurried(rate, artifact),
+            )
+        except Exception as error:  # a cold commit is slower, never wrong
+            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
+            return False
+        self._runtime.preloaded(report.usage)
+        self._runtime.events.emit(
+            "preload",
+            session=session.id,
+            tenant=session.tenant,
+            complete=report.complete,
+            tokens=report.tokens,
+            requests=report.requests,
+        )
+        return bool(report.complete)
+
+    def follow(self, messages: Sequence[Any]) -> None:
+        """These are the latest messages: what a preload warms."""
+        self._latest = list(messages)
+
+    def grew(self, handle: LookaheadHandle, messages: Sequence[Any]) -> None:
+        """The history grew while a lookahead lives: preload warms what was added too."""
+        self.follow(messages)
+        flight = handle.flight
+        if handle.state is HandleState.READY and flight.preload is not None and not self._rewarming and flight.artifact:
+            artifact, preload = flight.artifact, flight.preload
+            self._rewarming = True
+
+            async def again() -> None:
+                try:
+                    warm = await preload(artifact)
+                    if flight.artifact is artifact:
+                        flight.artifact = replace(artifact, warm=warm)
+                finally:
+                    self._rewarming = False
+
+            def never() -> None:
+                self._rewarming = False
+
+            self._runtime.background(f"preload:{self._session.id}", again, self._session, never)
+
+    def committed(self, artifact: Artifact) -> None:
+        """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
+        if (binding := self._binding) is not None and self._preloading == artifact.key:
+            self._preloading = ""
+            self._ask("committed", lambda: binding.committed(artifact.warm), None)
+            self._foreground.poke()
+
+    def discarded(self, key: str) -> None:
+        """If this artifact was preloaded (or its summary was being written), its slot is free again."""
+        binding = self._binding
+        if binding is not None and self._preloading in ("", key) and not self._session.working():
+            self._preloading = ""
+            self._ask("discarded", binding.discarded, None)
+            self._foreground.poke()
+
+    def close(self) -> None:
+        """Give the engine's slots back."""
+        if self._binding is not None:
+            self._ask("close", self._binding.close, None)
+        self._latest = []
+
+
+def _uses(transform: Transform, engine: Any) -> bool:
+    members = getattr(transform, "transforms", (transform,))
+    return any(getattr(m, "engine", None) is engine for m in members)
