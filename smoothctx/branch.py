@@ -10,7 +10,7 @@ from .codec import USER_STUB, Codec, results_of
 from .history import Change, History
 from .policy import Policy
 from .states import Reason
-from .view import Applied, Artifact, Edit, clip, project
+from .view import Applied, Artifact, Edit, Replacement, clip, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Branch:
         return int(own * self._ratio) + self._offset
 
     def sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> tuple[Change, list[Applied]]:
-        """Follow the caller's list; returns what changed and the replacements that are not valid any more."""
+        """Follow the caller's list; returns what changed and the replacements that cannot stay."""
         before = self.history.reported
         change = self.history.sync(messages, tail_only=tail_only)
         lost: list[Applied] = []
@@ -112,6 +112,8 @@ class Branch:
         r = artifact.replacement
         if not r.valid(self.history):
             return Reason.DIGEST_MISMATCH
+        if self._swallows(r):
+            return Reason.BRANCH_DIVERGED
         for a in self.applied:
             o = a.artifact.replacement
             if o.end <= r.start or o.start >= r.end or (r.start <= o.start and o.end <= r.end):
@@ -199,9 +201,22 @@ class Branch:
         stub = Edit(start=lead, end=lead, messages=(note,), tokens=self.history.count([note]))
         return [replace(plain[0], extra=(stub, *plain[0].extra)), *plain[1:]]
 
+    def _swallows(self, r: Replacement) -> bool:
+        """Would the last user message or the newest segment be gone? Both stay when a run is chosen; but the history may
+        since have been cut back to where the run ends (regenerate, time travel), and they are others now."""
+        history = self.history
+        if any(e.start <= history.last_user < e.end for e in r.edits):
+            return True
+        segments = history.segmenter.segments
+        if not segments or r.end < segments[-1].end or r.end - r.start == 1:
+            return False  # one message alone is an entry that was offloaded: its stub stands for it
+        return any(e.end > segments[-1].start for e in r.edits)
+
     def _drop_stale(self, messages: Sequence[Any], n: int) -> list[Applied]:
-        lost = [a for a in self.applied if not a.artifact.replacement.valid(self.history)]
-        kept = [a for a in self.applied if a.artifact.replacement.valid(self.history)]
+        lost, kept = [], []
+        for a in self.applied:
+            r = a.artifact.replacement
+            (kept if r.valid(self.history) and not self._swallows(r) else lost).append(a)
         if lost or any(e.end > n for a in kept for e in a.extra):
             kept = [replace(a, extra=tuple(e for e in a.extra if e.end <= n)) for a in kept]
             self._set(self._open_with_user(kept, messages))

@@ -13,6 +13,20 @@ from typing import Any
 
 import anyio
 
+_background: contextvars.ContextVar[bool] = contextvars.ContextVar("smoothctx_background", default=False)
+
+
+def in_background() -> bool:
+    """Does this code run in a task pool, rather than in an agent's turn? Integrations let such model calls pass."""
+    return _background.get()
+
+
+def background_context() -> contextvars.Context:
+    """A copy of the present context in which :func:`in_background` is true."""
+    context = contextvars.copy_context()
+    context.run(_background.set, True)
+    return context
+
 
 def spawn(run: Coroutine[Any, Any, Any], name: str, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
     """The one place where a task is made outside a task group. The caller holds it and sees to its end."""

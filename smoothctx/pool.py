@@ -10,7 +10,6 @@ Every work gets exactly one :class:`Outcome`, whatever happens: to the work, to 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import random
@@ -25,7 +24,7 @@ from typing import Any, final
 from . import scheduler
 from .breaker import Breakers
 from .errors import ClosedError, ConfigurationError
-from .foreign import spawn
+from .foreign import background_context, spawn
 from .retry import RetryBudget
 from .scheduler import Cancel, Close, Defer, Drop, Finish, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
 from .states import Reason
@@ -150,7 +149,7 @@ class TaskPool:
         if self._loop is not None or self._ended:
             raise ClosedError("a TaskPool starts once: make a new one")
         self._loop = asyncio.get_running_loop()
-        self._owner = spawn(self._main(), "smoothctx-pool", contextvars.copy_context())
+        self._owner = spawn(self._main(), "smoothctx-pool", background_context())
         _owners.difference_update([task for task in _owners if task.get_loop().is_closed()])
         _owners.add(self._owner)
         self._owner.add_done_callback(self._owner_done)

@@ -453,7 +453,7 @@ class Session:
                 self._drop(handle, refusal)
                 raise StaleHandle(
                     f"lookahead {handle.id} does not fit these messages ({refusal}): the history up to message "
-                    f"{artifact.replacement.end} is not the one it was made from"
+                    f"{artifact.replacement.end} is not the one it was made from, or ends there"
                 )
             self._apply(handle, messages, how="ready", waited=0.0)
             return self._sent(messages)
@@ -616,7 +616,9 @@ class Session:
         if change.diverged:
             self._diverged(messages, lost)
         elif len(branch.history) > change.previous:
-            self._salvage(messages, branch.tokens, beyond=change.previous)  # a branch that comes back grows into it
+            # A branch that comes back grows into it, or past the question that an earlier commit would have swallowed.
+            asked = branch.history.last_user >= change.previous
+            self._salvage(messages, branch.tokens, beyond=-1 if asked else change.previous - 1)
         return change
 
     def _diverged(self, messages: Sequence[Any], lost: Sequence[Any]) -> None:
@@ -636,7 +638,9 @@ class Session:
                 self._forget_handle(handle)  # it finishes into the store
                 self._finishing.append(handle)
         for applied in lost:
-            self._emit("view.dropped", key=applied.artifact.key, reason=str(Reason.DIGEST_MISMATCH))
+            fits = applied.artifact.replacement.valid(branch.history)
+            reason = Reason.BRANCH_DIVERGED if fits else Reason.DIGEST_MISMATCH
+            self._emit("view.dropped", key=applied.artifact.key, reason=str(reason))
             if isinstance(policy.discard, Immediate):
                 self._artifacts.pop(applied.artifact.key, None)
         if isinstance(policy.discard, Immediate):

@@ -60,7 +60,7 @@ async def test_a_block_comes_last_between_the_marks_behind_the_view_before_it() 
     (sent,) = model.requests
     assert sent[:-1] == before
     assert target(sent).strip() == "user: <7> run it\nassistant calls: run({})\ntool run: ok"
-    assert "Tools may not be called" in sent[-1]["content"].split(CLOSE)[1]
+    assert "Tools may not be called" in sent[-1]["content"][sent[-1]["content"].index(CLOSE) :]
     assert valid_request(sent) == []
     assert [CODEC.summary_text(m) for m in result.messages] == ["The summary."]
     assert result.text == "The summary."
@@ -219,14 +219,18 @@ async def test_usage_is_told_call_by_call() -> None:
 class Gate:
     """A model that answers when it is let go, and counts how many run at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int) -> None:
         self.running = self.most = self.calls = 0
         self.release = asyncio.Event()
+        self.enough = asyncio.Event()
+        self._expected = expected
 
     async def __call__(self, messages: list[dict[str, Any]], *, max_tokens: int | None = None) -> str:
         self.calls += 1
         self.running += 1
         self.most = max(self.most, self.running)
+        if self.running == self._expected:
+            self.enough.set()
         try:
             await self.release.wait()
         finally:
@@ -236,12 +240,11 @@ class Gate:
 
 async def test_blocks_run_side_by_side_within_the_workers() -> None:
     """Three at once, never more, and every block in its place."""
-    model = Gate()
+    model = Gate(3)
     parallel = make(model, workers=3)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         work = group.create_task(parallel.apply(request(tool_turns(8), before=[SYSTEM])))
-        while model.running < 3:
-            await asyncio.sleep(0)
+        await model.enough.wait()
         assert model.running == 3
         model.release.set()
     assert model.most == 3 and model.calls == len(work.result().messages)
@@ -282,11 +285,10 @@ async def test_when_every_block_fails_the_error_is_raised() -> None:
 
 async def test_a_cancelled_run_ends_its_workers() -> None:
     """Cancellation passes through and leaves nothing running."""
-    model = Gate()
+    model = Gate(4)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         work = group.create_task(make(model).apply(request(tool_turns(8))))
-        while not model.running:
-            await asyncio.sleep(0)
+        await model.enough.wait()
         work.cancel()
     assert work.cancelled() and model.running == 0
 
@@ -331,8 +333,7 @@ def test_the_total_is_never_exceeded(kinds: list[str], total: int, lengths: list
     finally:
         assert all(valid_request(sent) == [] for sent in model.requests)
     summaries = [m for m in result.messages if CODEC.summary_text(m) is not None]
-    if len(model.requests) > 2:
-        assert sum(map(CODEC.estimate, summaries)) <= total
+    assert sum(map(CODEC.estimate, summaries)) <= total
     rest = [m for m in result.messages if CODEC.summary_text(m) is None]
     assert all(any(m is r for r in run) for m in rest)
 
@@ -370,9 +371,11 @@ async def test_summaries_of_one_block_are_merged() -> None:
 async def test_every_block_has_its_own_bounded_facts() -> None:
     """Facts stand with the block they come from, within a bound of their own."""
     run = [m for k in range(6) for m in (user(f"look at src/f{k}.py"), assistant("x " * 300 + f"/data/{k}/out.csv"))]
-    result = await make(FakeModel(), facts=True, block_tokens=400).apply(request(run))
-    found = [parse(CODEC.summary_text(m) or "") for m in result.messages]
-    assert [f.paths[0] for f in found][: len(found)] == [f"src/f{k}.py" for k in range(0, 6, 6 // len(found))]
+    model = FakeModel()
+    result = await make(model, facts=True, block_tokens=400).apply(request(run))
+    for m, sent in zip(result.messages, sorted(model.requests, key=len), strict=True):
+        paths = {p for p in parse(CODEC.summary_text(m) or "").paths if p.startswith("src")}
+        assert paths == {f"src/f{k}.py" for k in range(6) if f"src/f{k}.py" in target(sent)} != set()
     listing = "\n".join(f"/very/long/path/number/{k}/file_{k}.py" for k in range(200))
     big = await make(FakeModel(), facts=True).apply(request([user(listing)], max_tokens=2000))
     assert count_text(CODEC.summary_text(big.messages[0]) or "") < MAX_TOKENS
@@ -447,7 +450,9 @@ def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
-def test_promise_02_the_result_does_not_depend_on_what_follows() -> None:
-    """The locality checker of ``smoothctx.testing`` finds nothing."""
-    report = check_locality(lambda: make(FakeModel(lambda sent: f"Record of {len(all_text(sent)) % 97}.")))
-    assert report.ok, report
+async def test_promise_02_the_result_does_not_depend_on_what_follows() -> None:
+    """The locality checker of ``smoothctx.testing`` finds nothing, with one block and with several."""
+    for size in (200, 100_000):
+        model = FakeModel(lambda sent: f"Record of {len(all_text(sent)) % 97}.")
+        report = await check_locality(make(model, block_tokens=size, max_tokens=100, workers=1))
+        assert report.changed > 10

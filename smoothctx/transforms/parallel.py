@@ -22,6 +22,7 @@ from .prompts import PART
 from .prompts_blocks import DETAILS, TARGET, instruction, merging
 from .replies import clean, was_cut
 from .summarize import DEFAULT_WINDOW, MIN_INPUT, OVER_CAP
+from .validators import NotSmaller
 
 #: the smallest summary that is worth asking for, in tokens
 MIN_SUMMARY = 48
@@ -165,9 +166,9 @@ class ParallelSummarize:
             ]
         jobs = [job for job in jobs if job.replaced]
         await self._side_by_side(jobs)
+        self._within_total(jobs, request)
         if all(job.text is None for job in jobs):
             raise next((job.error for job in jobs if job.error is not None), _nothing())
-        self._within_total(jobs, request)
         usage = sum((job.usage for job in jobs), Usage())
         messages = [m for job in jobs for m in job.result()]
         return Rewrite(messages=messages, usage=usage, text="\n\n".join(job.text for job in jobs if job.text))
@@ -222,9 +223,11 @@ class ParallelSummarize:
             if job.text is None:
                 continue
             size = sum(map(count, job.result()))
-            small = size < sum(map(count, job.replaced))
-            if len(jobs) > 1 and (not small or (self.total_tokens is not None and used + size > self.total_tokens)):
-                job.text = None
+            if self.total_tokens is not None and used + size > self.total_tokens:
+                job.text, job.error = None, InvalidOutput(f"summary: larger than total_tokens={self.total_tokens}")
+                continue
+            if len(jobs) > 1 and size >= sum(map(count, job.replaced)):
+                job.text, job.error = None, NotSmaller(f"summary: {size} tokens, as many as what it stands for")
                 continue
             used += size
 

@@ -212,6 +212,18 @@ async def test_two_chats_of_one_agent_are_kept_apart() -> None:
 
 
 @virtual
+async def test_names_of_chats_that_are_over_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that talks with one person after the other holds the names of those with open sessions only."""
+    monkeypatch.setattr("smoothctx_autogen.ag2_classic.MAX_OTHERS", 5)
+    agent, _ = sleeper(0.1)
+    async with make_runtime(max_sessions=3) as runtime:
+        attached = attach(agent, runtime, small(FakeSummarizer()))
+        for k in range(40):
+            await user(2, name=f"person-{k}").a_initiate_chat(agent, message="<0> hello", silent=True)
+            assert len(attached._others) <= 5 and len(attached.sessions()) <= 3
+
+
+@virtual
 async def test_an_edited_history_is_not_answered_with_a_stale_summary() -> None:
     """A message that the summary covers is edited: the view shows the edit, not the summary of what was."""
     model = FakeSummarizer(delay=0.2)

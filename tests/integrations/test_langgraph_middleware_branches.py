@@ -285,6 +285,8 @@ def test_any_walk_through_branches_sees_its_own_alone(form: str, steps: list[tup
         async with Runtime() as runtime:
             model = talker()
             agent = agent_of(model, build(form, runtime, scribe()), checkpointer=InMemorySaver())
+            await talk(agent, runtime, on("t"), range(7))
+            assert covered(model.sent[-1])
             config = on("t")
             for number, (what, where) in enumerate(steps):
                 held = (await agent.aget_state(config)).values.get("messages", [])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal, get_type_hints
 
@@ -17,6 +19,7 @@ from langgraph.store.base import BaseStore
 from langgraph.store.memory import InMemoryStore
 from langgraph.types import Command, Send, StreamWriter
 
+import smoothctx_langgraph
 from graphs import (
     Chat,
     ask,
@@ -340,3 +343,27 @@ async def test_something_that_is_no_node_is_named(runtime: Runtime) -> None:
     """Only what can be called can be decorated."""
     with pytest.raises(ConfigurationError, match="expected a function"):
         lookahead_node(runtime, policy_of())(42)
+
+
+def test_every_public_name_is_there() -> None:
+    """What the package names in ``__all__`` can be imported from it, sorted, and nothing else is made up."""
+    assert list(smoothctx_langgraph.__all__) == sorted(smoothctx_langgraph.__all__)
+    assert all(getattr(smoothctx_langgraph, name) is not None for name in smoothctx_langgraph.__all__)
+    assert set(smoothctx_langgraph.__all__) <= set(dir(smoothctx_langgraph))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        smoothctx_langgraph.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("missing", "name"), [("langgraph", "lookahead_node"), ("langchain", "LookaheadMiddleware"), ("tomllib2", "x")]
+)
+def test_a_missing_framework_is_named_with_its_extra(missing: str, name: str) -> None:
+    """Where LangGraph or LangChain is not installed, the error says what to install."""
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom smoothctx_langgraph import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    if name == "x":
+        assert "cannot import name 'x'" in last
+    else:
+        assert last == f"ImportError: {name} needs {missing}: pip install 'smoothctx[langgraph]'"

@@ -336,3 +336,67 @@ async def test_a_synchronous_node_under_ainvoke_at_the_hard_limit() -> None:
             state = await graph.ainvoke({"messages": [ask(k)]}, on("t"))
         assert all(len(view) <= 6 for view in chat.seen) and state is not None
         assert threading.main_thread().name not in names and len(state["messages"]) == 20
+
+
+# -- faults of ours ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_cancelled_while_it_waits_at_the_limit_is_not_pinned_to_the_raw_messages() -> None:
+    """The cancelled turn had no view yet: when it is tried again, it gets one that fits."""
+    chat, summariser = Chat(), FakeSummarizer("hang")
+    events = Events()
+    policy = policy_of(summariser, hard_limit=("messages", 6), trigger=("messages", 6), max_wait=1e6)
+    async with Runtime(on_event=events) as runtime:
+        graph = chat_graph(model_node(chat, lookahead_node(runtime, policy)), checkpointer=InMemorySaver())
+        for k in range(3):
+            await graph.ainvoke({"messages": [ask(k)]}, on("t"))
+        async with asyncio.TaskGroup() as group:
+            run = group.create_task(swallow(graph.ainvoke({"messages": [ask(3)]}, on("t"))))
+            await asyncio.wait_for(summariser.started.wait(), HANG_S)
+            while not events.of("lookahead.promoted"):
+                await asyncio.sleep(0)
+            run.cancel()
+        assert len(chat.seen) == 3, "the cancelled turn never reached its model"
+        summariser.mode = "answer"
+        for session in list(runtime._sessions.values()):
+            if session.lookahead is not None:
+                session.lookahead.discard()
+        await graph.ainvoke(None, on("t"))
+        assert len(chat.last) <= 6 and summaries(chat.last)
+
+
+async def test_an_error_in_finding_the_view_means_raw_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong inside, the node runs on what the state holds, and an event tells of it."""
+    events, chat = Events(), Chat()
+    async with Runtime(on_event=events) as runtime:
+        graph = chat_graph(model_node(chat, lookahead_node(runtime, policy_of())), checkpointer=InMemorySaver())
+        await converse(graph, runtime, on("t"), range(5))
+
+        def broken(*_: Any) -> Any:
+            raise ZeroDivisionError("ours")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("smoothctx_langgraph.turns.gaps", broken)
+            state = await graph.ainvoke({"messages": [ask(5)]}, on("t"))
+            assert len(chat.last) == 11 and len(state["messages"]) == 12
+        with monkeypatch.context() as patched:
+            patched.setattr("smoothctx_langgraph.turns._bucket", broken)
+            await graph.ainvoke({"messages": [ask(6)]}, on("t"))
+            assert len(chat.last) == 13
+        assert len([e for e in events if "ours" in str(e.data)]) == 2
+        await converse(graph, runtime, on("t"), range(7, 9))
+        assert summaries(chat.last)
+
+
+async def test_an_error_behind_the_node_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the node returned goes into the state even if our own look at it fails."""
+    events, chat = Events(), Chat()
+    async with Runtime(on_event=events) as runtime:
+        graph = chat_graph(model_node(chat, lookahead_node(runtime, policy_of())), checkpointer=InMemorySaver())
+
+        def broken(*_: Any) -> Any:
+            raise ZeroDivisionError("ours")
+
+        monkeypatch.setattr("smoothctx_langgraph.node.map_messages", broken)
+        state = await graph.ainvoke({"messages": [ask(0)]}, on("t"))
+        assert len(state["messages"]) == 2 and [e for e in events if "ours" in str(e.data)]

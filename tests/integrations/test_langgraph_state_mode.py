@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph, add_messages
-from langgraph.types import Command, Send
+from langgraph.types import Command, Overwrite, Send
 
 from graphs import (
     Chat,
@@ -269,29 +269,41 @@ async def test_messages_that_a_send_carries_are_not_the_states() -> None:
         assert summaries(chat.last) and len(state["messages"]) == 10 and len(events.of("state.kept")) == 1
 
 
-async def test_a_node_that_rewrites_its_messages_itself_goes_first() -> None:
-    """Where the node edits or removes what would be replaced, its word counts, and the next turn goes on from there."""
-    chat = Chat()
+@pytest.mark.parametrize("how", ["edit", "remove", "clear", "overwrite"])
+async def test_a_node_that_changes_what_would_be_replaced_goes_first(how: str) -> None:
+    """Where the node itself says what becomes of these messages, its word counts; the next turns go on from there."""
+    chat, done = Chat(), []
 
-    def edits(messages: list[Any], reply: Any) -> Any:
-        ids = [f"q{k}" for k in range(2)]
-        if len(chat.seen) == 5:
-            return {"messages": [HumanMessage(fill("<900> edited", 60), id=ids[0]), RemoveMessage(ids[1]), reply]}
-        if len(chat.seen) == 8:
-            return {"messages": [RemoveMessage("__remove_all__"), HumanMessage("<901> anew"), reply]}
-        return {"messages": [reply]}
+    def changes(messages: list[Any], reply: Any) -> Any:
+        if not summaries(messages) or done:
+            return {"messages": [reply]}
+        done.append(how)
+        anew = HumanMessage(fill("<901> anew", 60), id="anew")
+        return {
+            "edit": {"messages": [HumanMessage(fill("<900> edited", 60), id="q0"), reply]},
+            "remove": {"messages": [RemoveMessage("q0"), reply]},
+            "clear": {"messages": [RemoveMessage("__remove_all__"), anew, reply]},
+            "overwrite": {"messages": Overwrite([anew, reply])},
+        }[how]
 
     async with Runtime() as runtime:
-        node = state_node(chat, lookahead_node(runtime, policy_of(trigger=("messages", 9)), mode="state"), edits)
+        node = state_node(chat, lookahead_node(runtime, policy_of(), mode="state"), changes)
         graph = chat_graph(node, checkpointer=InMemorySaver())
+        before: set[int] = set()
         for k in range(12):
-            state = await graph.ainvoke({"messages": [ask(k, id=f"q{k}")]}, on("t"))
+            first = not done
+            state = await graph.ainvoke({"messages": [ask(500 + k, id=f"q{k}")]}, on("t"))
+            held = marks(state["messages"])
+            if first and done:
+                assert 1000 not in held and not summaries(state["messages"])
+                if how in ("edit", "remove"):
+                    assert before - {1000} <= held and (900 in held) == (how == "edit")
+                else:
+                    assert 901 in held and not before & held, "only what the node put there"
+            before = held
             await idle(runtime)
-            if k == 4:
-                assert 900 in marks(state["messages"]) and 0 not in marks(state["messages"])
-            if k == 7:
-                assert [m.content for m in state["messages"][:1]] == ["<901> anew"]
-        assert 901 in marks(state["messages"]) and 900 not in marks(state["messages"])
+        assert done and summaries(state["messages"]) and 1000 not in marks(state["messages"])
+        assert ({"edit": 900}.get(how, 901) in before) or how == "remove"
 
 
 async def test_time_travel_before_the_rewrite() -> None:

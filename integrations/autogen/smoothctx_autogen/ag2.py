@@ -115,7 +115,7 @@ def restore(runtime: Runtime, stream: Any, texts: Iterable[str]) -> None:
             del kept.saved[next(iter(kept.saved))]
 
 
-class LookaheadMiddleware(BaseMiddleware):  # type: ignore[misc]  # it is not installed where types are checked
+class LookaheadMiddleware(BaseMiddleware):
     """Sends the model the view instead of the whole history; the stream's history stays as it is.
 
     Use it as ``Middleware(LookaheadMiddleware, runtime=runtime, policy=policy)``, ahead of other middleware that

@@ -32,6 +32,8 @@ from .ag2_classic_model import WrapperModel
 
 __all__ = ["Attached", "ClassicMessages", "WrapperModel", "attach"]
 
+#: with so many others the names of those whose sessions are closed are dropped
+MAX_OTHERS = 1024
 _BEFORE_REPLY = "process_all_messages_before_reply"
 _BEFORE_SEND = "process_message_before_send"
 
@@ -200,6 +202,8 @@ class Attached:
 
     def _meet(self, other: str, session: Session) -> None:
         with self._lock:
+            if len(self._others) >= MAX_OTHERS and other not in self._others:
+                self._others = {n for n in self._others if self._lines.sessions(self._bucket(n), tenant=self._tenant)}
             self._others.add(other)
             new = self._saved if session not in self._met else []
             self._met.add(session)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from agent_framework import ChatResponse, Content, Message, SupportsChatGetResponse
 
+from smoothctx import foreign
 from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
@@ -23,7 +24,7 @@ _background: ContextVar[bool] = ContextVar("smoothctx_agent_framework_background
 def background() -> Iterator[None]:
     """Inside it, calls through a client or agent with a :class:`LookaheadMiddleware` are not taken for turns.
 
-    For a summariser of one's own that shares such a client; :class:`ChatClientModel` does it by itself.
+    For calls of one's own beside the agent's; what a transform calls is known to be no turn by itself.
     """
     token = _background.set(True)
     try:
@@ -33,8 +34,8 @@ def background() -> Iterator[None]:
 
 
 def in_background() -> bool:
-    """Does this code run inside :func:`background`?"""
-    return _background.get()
+    """Does this code run inside :func:`background`, or in a runtime's pool as every transform does?"""
+    return _background.get() or foreign.in_background()
 
 
 class ChatClientModel:
@@ -84,7 +85,7 @@ class ChatClientModel:
             asked["max_tokens"] = max_tokens
         if getattr(self._client, "STORES_BY_DEFAULT", False):
             asked.setdefault("store", False)
-        with background():
+        with background():  # also where somebody else than a transform asks
             reply = await self._client.get_response(_messages(messages), options=cast(Any, asked))
         if not isinstance(reply, ChatResponse):
             raise TransformError(f"client: expected a ChatResponse, got {type(reply).__name__}")

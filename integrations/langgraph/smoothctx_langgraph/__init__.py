@@ -6,34 +6,22 @@ agent = create_agent(model, tools, middleware=[LookaheadMiddleware(runtime, poli
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-for _module in ("langgraph.graph", "langchain.agents"):
-    if not _installed(_module):
-        raise ImportError(
-            f"smoothctx_langgraph needs {_module.partition('.')[0]}: pip install 'smoothctx[langgraph]'", name=_module
-        )
-
-from .codec import LangChainMessages  # noqa: E402
-from .isolation import isolated  # noqa: E402
-from .middleware import LookaheadMiddleware  # noqa: E402
-from .middleware_commit import LookaheadStateMiddleware  # noqa: E402
-from .middleware_state import LookaheadAgentState, ViewState, model_input  # noqa: E402
-from .models import ChatModel  # noqa: E402
-from .node import lookahead_node  # noqa: E402
-from .premodel import premodel_node  # noqa: E402
-from .saved import LookaheadState, Saved, merge_saved  # noqa: E402
-from .stock import StockTransform, lookahead_stock  # noqa: E402
-from .stores import GraphStore  # noqa: E402
-from .tools import retrieve_tool  # noqa: E402
+if TYPE_CHECKING:
+    from .codec import LangChainMessages
+    from .isolation import isolated
+    from .middleware import LookaheadMiddleware
+    from .middleware_commit import LookaheadStateMiddleware
+    from .middleware_state import LookaheadAgentState, ViewState, model_input
+    from .models import ChatModel
+    from .node import lookahead_node
+    from .premodel import premodel_node
+    from .saved import LookaheadState, Saved, merge_saved
+    from .stock import StockTransform, lookahead_stock
+    from .stores import GraphStore
+    from .tools import retrieve_tool
 
 __all__ = (
     "ChatModel",
@@ -54,3 +42,43 @@ __all__ = (
     "premodel_node",
     "retrieve_tool",
 )
+
+# Each name is loaded when it is first used: who decorates a node does not wait for LangChain's agents.
+_MODULES = {
+    "ChatModel": "models",
+    "GraphStore": "stores",
+    "LangChainMessages": "codec",
+    "LookaheadAgentState": "middleware_state",
+    "LookaheadMiddleware": "middleware",
+    "LookaheadState": "saved",
+    "LookaheadStateMiddleware": "middleware_commit",
+    "Saved": "saved",
+    "StockTransform": "stock",
+    "ViewState": "middleware_state",
+    "isolated": "isolation",
+    "lookahead_node": "node",
+    "lookahead_stock": "stock",
+    "merge_saved": "saved",
+    "model_input": "middleware_state",
+    "premodel_node": "premodel",
+    "retrieve_tool": "tools",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(import_module(f".{module}", __name__), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("langchain", "langchain_core", "langgraph", "langsmith"):
+            raise
+        raise ImportError(f"{name} needs {missing}: pip install 'smoothctx[langgraph]'", name=error.name) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
