@@ -36,7 +36,8 @@ from .policy import Finish, Immediate, Policy, Salvage
 from .receipts import Receipt
 from .runtime import Runtime
 from .segments import Segment, segments
-from .session import BranchInfo, Session
+from .session import Session
+from .shelf import BranchInfo
 from .states import HandleState, Reason
 from .store import Store
 from .stores import FolderStore, MemoryStore

@@ -94,14 +94,11 @@ class Branch:
     def readable(self) -> tuple[Edit, ...]:
         """The edits that a transform reads. Removals are left out: nothing stands for what they dropped, so whatever
         supersedes one has to read the raw messages."""
-        return _sorted(
-            [
-                replace(a, edits=(), extra=tuple(e for e in a.extra if not _is_stub(e)))
-                if a.artifact.replacement.drops_only
-                else a
-                for a in self.applied
-            ]
-        )
+        return _readable(self.applied)
+
+    def overlaid(self, artifacts: Sequence[Artifact], messages: Sequence[Any]) -> tuple[Edit, ...]:
+        """:attr:`readable`, as it would be with these artifacts applied."""
+        return _readable(self._with(artifacts, messages))
 
     def fits(self, policy: Policy) -> bool:
         """Does the view fit under the hard limit?"""
@@ -122,30 +119,32 @@ class Branch:
                 return Reason.SUPERSEDED
         return None
 
-    def weigh(self, artifact: Artifact, messages: Sequence[Any]) -> Weighed:
-        """What applying it would do, without doing it."""
+    def weigh(self, artifacts: Artifact | Sequence[Artifact], messages: Sequence[Any]) -> Weighed:
+        """What applying it (or them, in order) would do, without doing it."""
+        artifacts = _several(artifacts)
         before, before_messages = self._delta_tokens, self._delta_messages
-        applied = self._with(artifact, messages)
+        applied = self._with(artifacts, messages)
         delta = sum(e.tokens - self.history.span(e.start, e.end) for a in applied for e in (*a.edits, *a.extra))
         size = sum(len(e.messages) - (e.end - e.start) for a in applied for e in (*a.edits, *a.extra))
-        end = artifact.replacement.end
-        sent = max(self.sent, end)
+        ranges = [(a.replacement.start, a.replacement.end) for a in artifacts]
+        sent = max(self.sent, *(end for _, end in ranges))
+        behind = self.history.span(min(start for start, _ in ranges), sent)
         return Weighed(
             after=self.scaled(self.history.tokens[-1] + delta),
             messages_after=len(self.history) + size,
             saved=self.tokens - self.scaled(self.history.tokens[-1] + delta)
             if (before, before_messages) != (delta, size)
             else 0,
-            rebilled=int(self.history.span(end, sent) * self._ratio),
+            rebilled=int((behind - sum(self.history.span(*r) for r in ranges)) * self._ratio),
         )
 
-    def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
-        """The view that applying it would give (what preload warms)."""
-        return project(messages, _sorted(self._with(artifact, messages)))
+    def preview(self, artifacts: Artifact | Sequence[Artifact], messages: Sequence[Any]) -> list[Any]:
+        """The view that applying it (or them) would give (what preload warms)."""
+        return project(messages, _sorted(self._with(_several(artifacts), messages)))
 
     def apply(self, artifact: Artifact, messages: Sequence[Any]) -> list[Artifact]:
         """Put it into the view. Returns the artifacts that it superseded. Call :meth:`refusal` first."""
-        kept = self._with(artifact, messages)
+        kept = self._with([artifact], messages)
         held = {a.artifact.key for a in kept}
         gone = [a.artifact for a in self.applied if a.artifact.key not in held]
         self._set(kept)
@@ -155,16 +154,23 @@ class Branch:
         """Forget every replacement (rewrite mode: the view became the base)."""
         self._set([])
 
-    def _with(self, artifact: Artifact, messages: Sequence[Any]) -> list[Applied]:
+    def _with(self, artifacts: Sequence[Artifact], messages: Sequence[Any]) -> list[Applied]:
+        applied = self.applied
+        for artifact in artifacts:
+            applied = self._with_one(applied, artifact, messages)
+        return applied
+
+    def _with_one(self, applied: Sequence[Applied], artifact: Artifact, messages: Sequence[Any]) -> list[Applied]:
         r = artifact.replacement
         kept: list[Applied] = []
         extra: list[Edit] = []
-        for a in self.applied:
+        for a in applied:
             o = a.artifact.replacement
             if o.end <= r.start or o.start >= r.end:
                 kept.append(replace(a, extra=tuple(e for e in a.extra if e.end <= r.start or e.start >= r.end)))
-            elif o.end > r.end:  # a removal that reaches further: its rest stays
-                kept.append(replace(a, edits=clip(a.edits, r.end), extra=tuple(e for e in a.extra if e.start >= r.end)))
+            elif rest := _outside(a, r):  # a removal that reaches further: its rest stays
+                outside = tuple(e for e in a.extra if e.start >= r.end or e.end <= r.start)
+                kept.append(replace(a, edits=rest, extra=outside))
             else:
                 extra += [e for e in a.extra if e.start >= r.end and e.end > e.start]
         kept.append(Applied(artifact, r.edits, tuple(extra)))
@@ -202,18 +208,21 @@ class Branch:
         return [replace(plain[0], extra=(stub, *plain[0].extra)), *plain[1:]]
 
     def _swallows(self, r: Replacement) -> bool:
-        """Would the last user message or the newest segment be gone? Both stay when a run is chosen; but the history may
-        since have been cut back to where the run ends (regenerate, time travel), and they are others now."""
+        """Would the last user message or the newest segment be gone? Both stay when a run is chosen; but the history
+        may since have been cut back to where the run ends (regenerate, time travel), and they are others now."""
         history = self.history
         if any(e.start <= history.last_user < e.end for e in r.edits):
             return True
         segments = history.segmenter.segments
-        if not segments or r.end < segments[-1].end or r.end - r.start == 1:
-            return False  # one message alone is an entry that was offloaded: its stub stands for it
+        if not segments or r.end < segments[-1].end:
+            return False
+        if r.end - r.start == 1 and [self.codec.role(m) for e in r.edits for m in e.messages] == ["tool"]:
+            return False  # an entry that was offloaded: its stub stands for it
         return any(e.end > segments[-1].start for e in r.edits)
 
     def _drop_stale(self, messages: Sequence[Any], n: int) -> list[Applied]:
-        lost, kept = [], []
+        lost: list[Applied] = []
+        kept: list[Applied] = []
         for a in self.applied:
             r = a.artifact.replacement
             (kept if r.valid(self.history) and not self._swallows(r) else lost).append(a)
@@ -300,6 +309,29 @@ def _without_call(applied: Sequence[Applied], index: int, codec: Codec) -> Appli
             if e.start <= index < e.end and (e.end - e.start > 1 or not any(map(codec.calls, e.messages))):
                 return a
     return None
+
+
+def _several(artifacts: Artifact | Sequence[Artifact]) -> Sequence[Artifact]:
+    return [artifacts] if isinstance(artifacts, Artifact) else artifacts
+
+
+def _outside(applied: Applied, r: Replacement) -> tuple[Edit, ...]:
+    """What of a removal lies before and behind ``r``."""
+    o = applied.artifact.replacement
+    if o.start >= r.start and o.end <= r.end:
+        return ()
+    return (*clip(applied.edits, 0, r.start), *clip(applied.edits, r.end))
+
+
+def _readable(applied: Sequence[Applied]) -> tuple[Edit, ...]:
+    return _sorted(
+        [
+            replace(a, edits=(), extra=tuple(e for e in a.extra if not _is_stub(e)))
+            if a.artifact.replacement.drops_only
+            else a
+            for a in applied
+        ]
+    )
 
 
 def _is_stub(edit: Edit) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .demo import main as demo
+from .doctor import main as doctor
 from .errors import SmoothctxError
 
 
@@ -19,6 +20,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"smoothctx {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     demo.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["arguments_text", "canonical", "encode", "opaque", "structure"]
+__all__ = ["ToolCall", "arguments_text", "canonical", "encode", "opaque", "structure"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of an assistant message. ``id`` may be empty or repeated: some servers do that."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 def opaque(value: Any) -> Any:
+    """What JSON cannot write, in a form that it can: bytes by their hash."""
     if isinstance(value, bytes | bytearray | memoryview):
         return "blake2b:" + hashlib.blake2b(bytes(value), digest_size=16).hexdigest()
     if isinstance(value, Mapping):
@@ -18,10 +29,12 @@ def opaque(value: Any) -> Any:
     return repr(value)
 
 
+#: one text for one value: sorted keys, nothing escaped that need not be
 encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=opaque).encode
 
 
 def structure(value: Any) -> Any:
+    """A copy of the containers that shares its immutable leaves: equal until edited in place."""
     if type(value) is str:
         return value
     if isinstance(value, dict):

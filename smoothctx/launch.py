@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 #: seconds that the first commit of a session may wait for what another process left in the store
 STORE_WAIT = 0.010
+#: seconds that a model's ``retrieve`` waits for the store at most, and what it reads then
+RETRIEVE_WAIT = 30.0
+UNREADABLE = "error: the offloaded content cannot be read right now"
 #: seconds that one transform may take, retries included
 TIMEOUT = 300.0
 #: tokens of an offloaded entry's preview
@@ -128,8 +131,14 @@ class Launcher:
         explicit: bool,
         preload_kv: bool | None,
         due: float | None,
+        cap: int | None = None,
+        readable: Sequence[Edit] | None = None,
     ) -> LookaheadHandle:
-        """Make a handle, and start its flight or join the one that is under way."""
+        """Make a handle, and start its flight or join the one that is under way.
+
+        With ``cap`` the run is one block, whose result may have that many tokens and has to be smaller than the block;
+        ``readable`` are the edits with which it is read, by default those of the view.
+        """
         session, runtime = self._session, self._runtime
         branch = session.branch
         history = branch.history
@@ -142,18 +151,18 @@ class Launcher:
             history.chain[run.end].hex(),
         ]
         key = fingerprint("artifact", {"parts": parts, "kept": sorted(run.kept)})
-        flight = runtime.flight(session.tenant, key)
+        flight = runtime.flights.find(session.tenant, key)
         held = session.held(key)
         if held is not None:  # made earlier, for this very prefix: nothing to do again
-            plan = self._plan(key, messages, transform, run, opening)
+            plan = self._plan(key, messages, transform, run, opening, cap, readable)
             done = Flight(plan=plan, tenant=session.tenant, store=None, executor=runtime.executor, clock=runtime.now)
             done.artifact, done.ended, done.from_store = held, True, True
             handle = LookaheadHandle(session, transform, run, done, explicit=explicit)
-            runtime.started(handle)
+            runtime.flights.started(handle)
             handle.move(HandleState.READY)
             return handle
         if flight is None:
-            plan = self._plan(key, messages, transform, run, opening)
+            plan = self._plan(key, messages, transform, run, opening, cap, readable)
             flight = Flight(
                 plan=plan,
                 tenant=session.tenant,
@@ -165,18 +174,27 @@ class Launcher:
             )
             if not opening and self._serving.preloads(preload_kv):
                 flight.preload = lambda artifact, own=flight: self._serving.preload(own, artifact)
-            flight = runtime.claim(flight)
+            flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._serving.follow(messages)
-        runtime.join(flight, handle, due=due)
+        runtime.flights.join(flight, handle, due=due)
         return handle
 
-    def _plan(self, key: str, messages: Sequence[Any], transform: Transform, run: Run, opening: bool) -> Plan:
+    def _plan(
+        self,
+        key: str,
+        messages: Sequence[Any],
+        transform: Transform,
+        run: Run,
+        opening: bool,
+        cap: int | None = None,
+        readable: Sequence[Edit] | None = None,
+    ) -> Plan:
         session, runtime = self._session, self._runtime
         branch, policy, codec = session.branch, session.policy, session.codec
         history = branch.history
         source = getattr(transform, "source", "view")
-        edits = branch.readable if source == "view" else ()
+        edits = () if source != "view" else branch.readable if readable is None else readable
         pieces = units(messages, edits, run.start, run.end)
         shown = [m for u in pieces if not (u.edit is None and u.start in run.kept) for m in u.messages]
         earlier = next((t for t in map(codec.summary_text, shown) if t is not None), None)
@@ -195,10 +213,12 @@ class Launcher:
             session_id=session.id,
             store=runtime.store,
             context_tokens=policy.context_window,
+            max_tokens=cap,
             options=self._serving.aligned(transform),
         )
         # What the run costs the view now, whatever the transform reads.
-        spent = source_tokens(history, branch.edits, run)
+        spent = source_tokens(history, branch.edits if cap is None else edits, run)
+        shown_tokens = history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits)
         return Plan(
             key=key,
             transform=transform,
@@ -211,7 +231,7 @@ class Launcher:
             start_digest=history.chain[run.start],
             end_digest=history.chain[run.end],
             source_tokens=spent,
-            view_tokens=history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits),
+            view_tokens=shown_tokens if cap is None else spent,
             min_savings=policy.min_savings,
             validators=(*default_validators(), *policy.validators),
             count=history.count,
@@ -267,8 +287,13 @@ class Launcher:
         members = getattr(transform, "transforms", (transform,))
         return next((m for m in members if isinstance(m, Offload)), None)
 
-    async def retrieve(self, id: str, offset: int, limit: int) -> str:
-        """A page of what was offloaded: from the ``Offload``'s own store if it has one, else from the runtime's."""
+    async def page(self, pages: list[str], id: str, offset: int, limit: int) -> None:
+        """Add a page of what was offloaded to ``pages``, unless the store takes too long."""
+        with anyio.move_on_after(RETRIEVE_WAIT):
+            pages.append(await self._retrieve(id, offset, limit))
+
+    async def _retrieve(self, id: str, offset: int, limit: int) -> str:
+        """From the ``Offload``'s own store if it has one, else from the runtime's."""
         own, tenant = self.offload(), self._session.tenant
         if own is not None and own.store is not None:
             found = await own.retrieve(id, offset, limit, tenant=tenant)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .codec_values import arguments_text, canonical, opaque
+from .codec_values import ToolCall, arguments_text, canonical, opaque
 from .tokens import MEDIA_TOKENS, MESSAGE_TOKENS, count_text
 
-__all__ = ["KNOWN", "THINKING", "content_tokens", "part_text", "tool_use_tokens", "visible_field"]
+__all__ = ["KNOWN", "THINKING", "content_tokens", "part_text", "read_call", "tool_use_tokens", "visible_field"]
 
 THINKING = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_content"})
 _MEDIA = {
@@ -58,6 +58,7 @@ def _visible_part(part: Any) -> Any:
 
 
 def part_text(part: Any) -> str:
+    """One part as readable text: media as a mark, thinking and calls left out."""
     if not isinstance(part, dict):
         return str(part)
     kind = part.get("type")
@@ -73,6 +74,7 @@ def part_text(part: Any) -> str:
 
 
 def content_tokens(content: Any) -> int:
+    """Tokens of a content, without its ``tool_use`` parts."""
     if content is None:
         return 0
     if isinstance(content, str):
@@ -101,9 +103,21 @@ def content_tokens(content: Any) -> int:
 
 
 def tool_use_tokens(content: Any) -> int:
+    """Tokens of the ``tool_use`` parts of a content."""
     parts = content if isinstance(content, list) else []
     return sum(
         MESSAGE_TOKENS + count_text(str(p.get("name", ""))) + count_text(arguments_text(p.get("input")))
         for p in parts
         if isinstance(p, dict) and p.get("type") == "tool_use"
     )
+
+
+def read_call(call: Any) -> ToolCall:
+    """A call as OpenAI writes it, or flat as some servers do."""
+    if not isinstance(call, dict):
+        return ToolCall("", "", str(call))
+    f = call.get("function")
+    if isinstance(f, dict):
+        return ToolCall(str(call.get("id") or ""), str(f.get("name") or ""), arguments_text(f.get("arguments")))
+    arguments = call.get("args", call.get("arguments", call.get("input")))
+    return ToolCall(str(call.get("id") or ""), str(call.get("name") or ""), arguments_text(arguments))

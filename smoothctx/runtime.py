@@ -20,17 +20,17 @@ from anyio.from_thread import start_blocking_portal
 from .codec import Codec, OpenAIMessages
 from .errors import ClosedError, ConfigurationError, PolicyConflict
 from .events import Event, EventSink
-from .flight import Executor, Flight, LocalExecutor, reason_of
+from .flight import Executor, LocalExecutor
+from .flights import Flights
 from .foreground import Foreground
-from .handle import LookaheadHandle
 from .policy import Policy
-from .pool import Outcome, TaskPool, Work
+from .pool import TaskPool, Work
 from .session import Session
-from .states import HandleState, Reason
+from .states import Reason
 from .store import Store
 from .stores import MemoryStore
+from .tally import Tally
 from .transforms.base import Transform
-from .usage import Counters, Usage
 from .writer import Writer
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ class Runtime:
             raise ConfigurationError(f"admission={admission!r}: expected an object with async decide(work)")
         self.now: Callable[[], float] = clock or time.monotonic
         self.events = EventSink(on_event, self.now)
-        self.counters = Counters()
+        self.tally = Tally()
+        self.counters = self.tally.counters
         self.shares_artifacts = store is not None
         self.store: Store = store if store is not None else MemoryStore(clock=self.now)
         self.executor: Executor = executor or LocalExecutor()
@@ -108,7 +109,7 @@ class Runtime:
             on_error=lambda error, where: self.events.error(error, where=where),
         )
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._flights: dict[tuple[str, str], Flight] = {}
+        self.flights = Flights(self._pool, self.events, self.tally, self.now)
         self._foregrounds: weakref.WeakKeyDictionary[Any, Foreground] = weakref.WeakKeyDictionary()
         self._foreground = Foreground(self.now)  # of sessions without an engine
         self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
@@ -314,138 +315,6 @@ class Runtime:
                 return self._foreground if engine is None else Foreground(self.now)
             return found
 
-    # -- flights ---------------------------------------------------------------------------------------------------
-
-    def flight(self, tenant: str, key: str) -> Flight | None:
-        """The flight under way for this artifact, if any (single flight)."""
-        with self._lock:
-            found = self._flights.get((tenant, key))
-            return found if found is not None and not found.ended else None
-
-    def claim(self, flight: Flight) -> Flight:
-        """Register a new flight, unless another thread was faster: then that one."""
-        with self._lock:
-            return self.flight(flight.tenant, flight.plan.key) or self._flights.setdefault(
-                (flight.tenant, flight.plan.key), flight
-            )
-
-    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None) -> None:
-        """Add a handle to a flight, and put the flight into the queue if it is new."""
-        session = handle.session
-        with self._lock:
-            new, over = flight.work is None, flight.ended
-            flight.handles.append(handle)
-            if new:
-                flight.work = Work(
-                    key=flight.plan.key,
-                    tenant=flight.tenant,
-                    session=session.id,
-                    child=session.parent is not None,
-                    due=due,
-                    timeout_s=None,
-                    name=f"lookahead:{flight.plan.transform.name}:{session.id}",
-                    run=flight.run,
-                    on_start=lambda: self._started(flight),
-                    on_done=lambda outcome: self._ended(flight, outcome),
-                    breaker_key=f"{flight.tenant}:{flight.plan.transform.fingerprint or id(flight.plan.transform)}",
-                )
-        self.started(handle)
-        if new and flight.work is not None:
-            self._pool.submit(flight.work)
-            return
-        if flight.started_at is not None:
-            handle.move(HandleState.RUNNING)
-        if over:  # it ended on the loop while we joined
-            session.ended(handle, flight.reason, flight.error)
-
-    def started(self, handle: LookaheadHandle) -> None:
-        """Count a new handle and say so."""
-        plan, session = handle.flight.plan, handle.session
-        self.count("started")
-        self.events.emit(
-            "lookahead.started",
-            session=session.id,
-            tenant=session.tenant,
-            handle=handle.id,
-            transform=plan.transform.name,
-            start=plan.start,
-            end=plan.end,
-            tokens=plan.source_tokens,
-        )
-
-    def count(self, name: str) -> None:
-        """Add one to a counter; callers may be on any thread."""
-        with self._lock:
-            setattr(self.counters, name, getattr(self.counters, name) + 1)
-
-    def count_stale(self, reason: Reason) -> None:
-        """Count a discarded lookahead by its reason."""
-        with self._lock:
-            self.counters.stale[str(reason)] = self.counters.stale.get(str(reason), 0) + 1
-
-    def leave(self, flight: Flight, handle: LookaheadHandle, reason: Reason) -> None:
-        """A handle does not need its flight any more; the last one to leave cancels it."""
-        with self._lock:
-            if handle in flight.handles:
-                flight.handles.remove(handle)
-            last = not flight.handles and not flight.ended
-            if last:
-                self._unlist(flight)  # whoever asks for this key from now on gets a flight that is not cancelled
-        self.count_stale(reason)
-        if last and flight.work is not None:
-            self._pool.cancel(flight.work, reason)
-        if flight.ended and not flight.handles:
-            self.wasted(flight, reason)
-
-    def promote(self, flight: Flight) -> None:
-        """Move a flight to the front of the queue."""
-        if flight.work is not None:
-            self._pool.promote(flight.work)
-
-    def wasted(self, flight: Flight, reason: Reason) -> None:
-        """Tokens that were spent on a result nobody uses, counted once per flight."""
-        with self._lock:
-            if flight.accounted or flight.from_store:
-                return
-            flight.accounted = True
-            self.counters.wasted_tokens += flight.usage.total_tokens
-
-    def _started(self, flight: Flight) -> None:
-        flight.started_at = self.now()
-        for handle in list(flight.handles):
-            handle.move(HandleState.RUNNING)
-            self.events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
-
-    def _ended(self, flight: Flight, outcome: Outcome) -> None:
-        error = outcome.error if isinstance(outcome.error, Exception) else None
-        reason = outcome.reason
-        if error is not None and reason is Reason.FAILED:
-            reason = reason_of(error)
-        if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED):
-            reason, error = None, None  # only the preload went wrong: a cold commit is slower, never wrong
-        flight.ended_at = self.now()
-        with self._lock:
-            flight.ended, flight.reason, flight.error = True, reason, error
-            self._unlist(flight)
-            handles = list(flight.handles)
-            self.counters.usage = self.counters.usage + flight.usage
-        if flight.usage.calls:
-            self.events.emit(
-                "usage",
-                tenant=flight.tenant,
-                session=flight.plan.request.session_id,
-                transform=flight.plan.transform.name,
-                usage=flight.usage,
-            )
-        for handle in handles:
-            handle.session.ended(handle, reason, error)
-        if not handles:
-            self.wasted(flight, reason or Reason.CANCELLED)
-
-    def _unlist(self, flight: Flight) -> None:
-        if self._flights.get((flight.tenant, flight.plan.key)) is flight:
-            del self._flights[(flight.tenant, flight.plan.key)]
-
     # -- small background work -------------------------------------------------------------------------------------
 
     def background(
@@ -521,10 +390,6 @@ class Runtime:
                     there.result()
             finally:
                 there.cancel()
-
-    def preloaded(self, usage: Usage) -> None:
-        """Count the tokens of a preload."""
-        self.counters.preload_usage = self.counters.preload_usage + usage
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._open else "new"

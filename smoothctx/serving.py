@@ -95,7 +95,7 @@ class Serving:
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
         session = self._session
-        if self._binding is None:
+        if self._binding is None or not session.wants_preload():
             return False
         self._preloading = artifact.key
 
@@ -117,7 +117,7 @@ class Serving:
         except Exception as error:  # a cold commit is slower, never wrong
             self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
             return False
-        self._runtime.preloaded(report.usage)
+        self._runtime.tally.preloaded(report.usage)
         self._runtime.events.emit(
             "preload",
             session=session.id,
@@ -152,6 +152,11 @@ class Serving:
                 self._rewarming = False
 
             self._runtime.background(f"preload:{self._session.id}", again, self._session, never)
+
+    @property
+    def warming(self) -> bool:
+        """Is a view being preloaded behind a result that is ready?"""
+        return self._rewarming
 
     def committed(self, artifact: Artifact) -> None:
         """If it was preloaded, what the engine holds of it is what the agent sends from now on."""

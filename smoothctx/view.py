@@ -152,7 +152,9 @@ def align(before: Sequence[Unit], kept: frozenset[int], after: Sequence[Any], co
     return tuple(edits)
 
 
-def clip(edits: Sequence[Edit], start: int) -> tuple[Edit, ...]:
-    """What of pure removals lies from ``start`` on."""
-    clipped = [e for e in edits if e.end > start]
-    return tuple(e if e.start >= start else Edit(start=start, end=e.end, messages=(), tokens=0) for e in clipped)
+def clip(edits: Sequence[Edit], start: int, end: int | None = None) -> tuple[Edit, ...]:
+    """What of pure removals lies in ``[start, end)``; by default from ``start`` on."""
+    clipped = [(max(e.start, start), e.end if end is None else min(e.end, end), e) for e in edits]
+    return tuple(
+        e if (e.start, e.end) == (a, b) else Edit(start=a, end=b, messages=(), tokens=0) for a, b, e in clipped if a < b
+    )

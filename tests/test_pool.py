@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from searching import machine_settings
 from smoothctx.breaker import BreakerOpen, Breakers
 from smoothctx.errors import ClosedError, ConfigurationError, EngineUnreachable
+from smoothctx.foreign import in_background
 from smoothctx.pool import Outcome, TaskPool, Work
 from smoothctx.states import Reason
 from virtual import VirtualTimeLoop, run_virtual
@@ -274,6 +275,27 @@ def test_submitting_twice_is_one_outcome() -> None:
         await bench.pool.aclose()
 
     run_virtual(main)
+
+
+def test_what_the_pool_runs_knows_that_it_is_in_the_background() -> None:
+    """Also in tasks and threads that a work starts; never in the code of those who started or wait for it."""
+
+    async def main() -> None:
+        bench = await Bench().start()
+        done = asyncio.Event()
+
+        async def run() -> list[bool]:
+            async with asyncio.TaskGroup() as group:
+                inner = group.create_task(anyio.to_thread.run_sync(in_background))
+            done.set()
+            return [in_background(), await inner]
+
+        bench.submit("a", run)
+        await done.wait()
+        await bench.pool.aclose(drain=True)
+        assert bench.outcome("a").value == [True, True] and not in_background()
+
+    asyncio.run(main())
 
 
 def test_promise_13_background_work_runs_in_a_copied_context() -> None:

@@ -397,6 +397,219 @@ def test_binding_repeats_the_agents_request() -> None:
     assert calls and all(c == {"temperature": 0, "tools": [1], "max_tokens": 1} for c in calls)
 
 
+# --- one request that is aborted
+
+
+async def with_turns(server: Server, work: Any, *, pause: float, length: float, decoding: float = 0.0) -> Any:
+    """Run ``work(foreground)`` beside an agent whose turns prefill for ``length`` and then decode for ``decoding``."""
+    front, result = foreground(), []
+
+    async def agent() -> None:
+        for k in itertools.count():
+            await anyio.sleep(pause)
+            front.begin(k)
+            await anyio.sleep(length)
+            front.first_token(k)
+            await anyio.sleep(decoding)
+            front.end(k)
+
+    async def run() -> None:
+        result.append(await work(front))
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(agent)
+        group.start_soon(run)
+    return result[0]
+
+
+def test_abort_is_one_request() -> None:
+    """Undisturbed, the whole view goes out once, as it is."""
+    server, view = Server(), conversation()
+
+    async def main() -> PreloadReport:
+        return await preloader(strategy="abort").run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    report = run_virtual(main)
+    assert report.complete and report.requests == 1 and [text(m) for m in server.sent] == [text(view)]
+    assert all(a is b for a, b in zip(server.sent[0], view, strict=True))
+
+
+def test_abort_gives_way_at_once_and_goes_on_from_what_stayed() -> None:
+    """Each turn aborts it; an engine that keeps what it evaluated is done after about the same work in all."""
+    server, view = Server(rate=1_000.0), conversation(turns=6)
+
+    async def main() -> PreloadReport:
+        def work(front: Foreground) -> Any:
+            return preloader(strategy="abort").run(
+                server.send, lambda: view, foreground=front, needed=always, keeps=True
+            )
+
+        report: PreloadReport = await with_turns(server, work, pause=0.5, length=0.2)
+        return report
+
+    report = run_virtual(main)
+    assert report.complete and report.requests == 1 and report.aborted == server.aborted >= 5
+    assert {text(m) for m in server.sent} == {text(view)}
+
+
+def test_aborts_that_lead_nowhere_end() -> None:
+    """An engine that keeps nothing of an aborted request would never be done: growing prefixes take over."""
+    view = conversation(turns=6)
+
+    class Forgetful(Server):
+        async def send(self, messages: Sequence[Message]) -> Any:
+            before = self.cached
+            try:
+                return await super().send(messages)
+            except anyio.get_cancelled_exc_class():
+                self.cached = before
+                raise
+
+    server = Forgetful(rate=1_000.0)
+
+    async def main() -> PreloadReport:
+        def work(front: Foreground) -> Any:
+            return preloader(strategy="abort").run(server.send, lambda: view, foreground=front, needed=always)
+
+        report: PreloadReport = await with_turns(server, work, pause=0.8, length=0.2)
+        return report
+
+    report = run_virtual(main)
+    assert report.complete and [text(m) for m in server.sent[:3]] == [text(view)] * 3
+    assert len(text(server.sent[3])) < len(text(view)) and text(server.sent[-1]) == text(view)
+
+
+def test_the_strategy_is_asked_each_time() -> None:
+    """What a probe finds later counts from then on."""
+    server, view, now = Server(), conversation(), ["growing"]
+
+    async def main() -> tuple[PreloadReport, PreloadReport]:
+        own = preloader(strategy=lambda: now[0])
+        first = await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+        now[0] = "abort"
+        return first, await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    first, second = run_virtual(main)
+    assert first.requests > 1 and second.requests == 1
+
+
+# --- beside the foreground's decode
+
+
+@pytest.mark.parametrize("strategy", ["growing", "abort"])
+@pytest.mark.parametrize("hurried", [True, False])
+def test_only_when_hurried_it_runs_beside_decode(strategy: Any, hurried: bool) -> None:
+    """While a turn decodes, requests begin only if time is short; while one prefills, never."""
+    server, view = Server(rate=2_000.0), conversation(turns=8)
+    rates: list[float | None] = []
+
+    def short(rate: float | None) -> bool:
+        rates.append(rate)
+        return hurried
+
+    spans: list[tuple[float, float]] = []
+
+    async def main() -> PreloadReport:
+        def work(front: Foreground) -> Any:
+            return preloader(strategy=strategy).run(
+                server.send, lambda: view, foreground=front, needed=always, hurried=short, keeps=True
+            )
+
+        report: PreloadReport = await with_turns(server, work, pause=0.25, length=0.25, decoding=0.5)
+        spans.extend((k + 0.25, k + 0.5) for k in range(60))
+        return report
+
+    report = run_virtual(main)
+    assert report.complete and rates
+    assert not [t for t in server.started for a, b in spans if a <= t < b]
+    decoding = [t for t in server.started for a, b in spans if b <= t < b + 0.5 - 1e-9]
+    assert bool(decoding) == hurried
+
+
+# --- the engine's blocks
+
+
+@dataclass
+class Blocks(Server):
+    """A server that reuses whole blocks only; four characters are a token, and a template adds five."""
+
+    block: int = 128
+
+    async def send(self, messages: Sequence[Message]) -> Any:
+        """Evaluate what is in no whole block."""
+        self.sent.append(list(messages))
+        self.started.append(_loop_time())
+        prompt = text(messages)
+        tokens = len(prompt) // 4 + 5
+        hit = min(len(_common(prompt, self.cached)) // 4, tokens - 1) // self.block * self.block
+        await anyio.sleep(self.overhead + (tokens - hit) * 4 / self.rate)
+        self.cached = prompt
+        return Reply(Usage(input_tokens=tokens, output_tokens=1, cached_tokens=hit, calls=1))
+
+
+@pytest.mark.parametrize("block", [16, 128, 784])
+def test_b186_chunks_end_with_a_block(block: int) -> None:
+    """Each prefix fills at least one more block of the engine's cache, and leaves little of the next one unused."""
+    server, view = Blocks(rate=4_000.0, block=block), conversation(turns=30)
+
+    async def main() -> PreloadReport:
+        own = preloader(block_tokens=lambda: block)
+        return await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+    report = run_virtual(main)
+    assert report.complete
+    sizes = [(len(text(m).removesuffix("<user>.")) // 4) for m in server.sent]
+    whole = [size // block for size in sizes[2:-1]]
+    assert len(whole) > 2 and all(b > a for a, b in itertools.pairwise(whole))
+    # the slack behind a block's end is evaluated twice: it stays small
+    assert max(size % block for size in sizes[3:-1]) <= max(40, block // 4)
+
+
+def test_blocks_save_work() -> None:
+    """Chunks that end with a block evaluate no more than chunks that do not know of blocks."""
+    evaluated = {}
+    for block in (None, 128):
+        server, view = Blocks(rate=4_000.0, block=128), conversation(turns=30)
+
+        async def main(server: Blocks = server, view: list[Message] = view, block: int | None = block) -> PreloadReport:
+            own = preloader(block_tokens=lambda: block)
+            return await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+        usage = run_virtual(main).usage
+        evaluated[block] = usage.input_tokens - (usage.cached_tokens or 0)
+    assert evaluated[128] < 0.8 * (evaluated[None] or 0)
+
+
+def test_the_delay_is_a_parameter() -> None:
+    """Larger chunks take longer each, and are fewer."""
+    counts = []
+    for delay in (0.05, 0.4):
+        server, view = Server(rate=20_000.0), conversation(turns=60)
+
+        async def main(server: Server = server, view: list[Message] = view, delay: float = delay) -> PreloadReport:
+            own = preloader(chunk_delay_s=delay)
+            return await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+
+        counts.append(run_virtual(main).requests)
+        gaps = [b - a for a, b in itertools.pairwise(server.started)]
+        assert max(gaps) <= delay * 1.3
+    assert counts[0] > 2 * counts[1]
+
+
+def test_the_rate_is_in_tokens_per_second() -> None:
+    """What the server evaluated alone, by its own count, is the rate that scheduling uses."""
+    server, view = Server(rate=4_000.0), conversation(turns=20)
+
+    async def main() -> float | None:
+        own = preloader(chunk_delay_s=0.5)
+        assert own.rate is None
+        await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
+        return own.rate
+
+    assert run_virtual(main) == pytest.approx(1_000.0, rel=0.1)
+
+
 # --- cutting
 
 CALLS: list[Message] = [

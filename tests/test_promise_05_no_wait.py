@@ -54,7 +54,7 @@ async def test_promise_05_whatever_the_model_does(mode: str) -> None:
         await drive(session, chat(10, size=50))
         assert model.calls > 0
         assert not events.of("error"), events.of("error")
-        coherent(session, runtime, live=len(session._handles()))
+        coherent(session, runtime, live=len(session._handles.all()))
 
 
 @pytest.mark.parametrize("mode", ["fail", "hang", "slow", "corrupt"])

@@ -17,7 +17,8 @@ from helpers import (
     virtual,
 )
 from smoothctx import HandleState, MemoryStore, Reason, Salvage
-from smoothctx.session import MAX_ARTIFACTS, MAX_RECEIPTS
+from smoothctx.conversation import MAX_RECEIPTS
+from smoothctx.shelf import MAX_ARTIFACTS
 from smoothctx.states import FINAL
 
 

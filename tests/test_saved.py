@@ -28,7 +28,7 @@ from helpers import (
 from smoothctx import KeepRecent, Runtime, Salvage, Session, StoreError
 from smoothctx.codec import OpenAIMessages
 from smoothctx.flight import dump_artifact, load_artifact
-from smoothctx.session import MAX_ARTIFACTS
+from smoothctx.shelf import MAX_ARTIFACTS
 
 
 async def committed(runtime: Runtime, model: FakeSummarizer, **options: Any) -> tuple[Session, list[Message]]:

@@ -34,7 +34,7 @@ from smoothctx import (
     Summarize,
 )
 from smoothctx.launch import STORE_WAIT
-from smoothctx.session import MAX_ARTIFACTS
+from smoothctx.shelf import MAX_ARTIFACTS
 from virtual import VirtualTimeLoop
 
 WINDOW = 1500
@@ -408,8 +408,8 @@ class Conversations(RuleBasedStateMachine):
             return
         for line in self.lines:
             session = line.session
-            assert len(session._artifacts) <= MAX_ARTIFACTS + len(session.branch.applied) + 1
-            assert len(session._explicit) <= MAX_ARTIFACTS + 1
+            assert len(session._shelf.artifacts) <= MAX_ARTIFACTS + len(session.branch.applied) + 1
+            assert len(session._handles.explicit) <= MAX_ARTIFACTS + 1
             assert len(session.receipts) <= 1000
             edits = session.branch.edits
             assert all(a.end <= b.start for a, b in itertools.pairwise(edits)), "edits overlap"
@@ -417,14 +417,14 @@ class Conversations(RuleBasedStateMachine):
         statistics = pool.statistics()
         assert statistics.queued <= 3 + 1
         # what was asked for while the loop stood still waits in the inbox
-        assert len(self.runtime._flights) <= statistics.queued + statistics.running + len(pool._inbox) + 1
+        assert len(self.runtime.flights.listed) <= statistics.queued + statistics.running + len(pool._inbox) + 1
 
     @invariant()
     def truthful(self) -> None:
         if not self.lines:
             return
         c = self.runtime.counters
-        live = sum(len(line.session._handles()) + len(line.session._finishing) for line in self.lines)
+        live = sum(len(line.session._handles.all()) + len(line.session._handles.finishing) for line in self.lines)
         assert c.started == c.committed + c.stale_total + c.failed + live, (c, live)
         assert c.wasted_tokens <= c.usage.total_tokens
         assert not self.events.of("error"), [e.data for e in self.events.of("error")]
@@ -440,7 +440,7 @@ class Conversations(RuleBasedStateMachine):
             handles = [h for line in self.lines for h in line.handles] + self.dead
             assert all(h.done() and h.state is not HandleState.READY for h in handles)
             assert all(h.reason in Reason for h in handles if h.state is not HandleState.COMMITTED)
-            assert not self.runtime._flights
+            assert not self.runtime.flights.listed
             assert asyncio.all_tasks(self.loop) == set()
         finally:
             self.runner.close()

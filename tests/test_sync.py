@@ -221,7 +221,7 @@ def test_immediate_discard_keeps_no_keys_of_dead_branches() -> None:
                 roles = ("user", "assistant")
                 messages = [{"role": roles[i % 2], "content": f"{k} {i} " + "x" * 150} for i in range(41)]
                 await session.commit(messages)
-            assert session.receipts and len(session._committed) <= len(session._artifacts) <= 2
+            assert session.receipts and len(session._shelf.committed) <= len(session._shelf.artifacts) <= 2
 
     asyncio.run(main())
 

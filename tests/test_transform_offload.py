@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from smoothctx.errors import ConfigurationError, StoreError, TransformError
 from smoothctx.stores import MemoryStore
 from smoothctx.transforms import Locality, Offload, default_validators, pin, validate
-from smoothctx.transforms.offload import MAX_PAGE, TOOL_NAME, offload_message
+from smoothctx.transforms.offload import MAX_PAGE, TOOL_NAME, is_stub, offload_message
 from transform_fakes import CODEC, assistant, chat, request, tool, user
 
 BIG = "\n".join(f"row {k}: some value" for k in range(1000))
@@ -71,7 +71,11 @@ async def test_content_blocks_are_offloaded_b111() -> None:
     offload = Offload()
     result = await offload.apply(request(messages, store=MemoryStore()))
     content = result.messages[2]["content"]
-    assert [p["type"] for p in content] == ["text", "image_url"] and content[1] is image
+    assert (
+        [p["type"] for p in content] == ["image_url", "text"]
+        and content[0] is image
+        and is_stub(CODEC.text(result.messages[2]))
+    )
     assert await whole(offload, id_of(result.messages[2])) == f"{BIG}\n[image]\ntail"
 
 

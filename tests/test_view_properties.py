@@ -179,7 +179,8 @@ def test_property_the_view_is_a_function_of_history_and_replacements(
 def test_property_a_replacement_is_used_only_where_its_messages_are(
     messages: list[Message], land: int, keep: int, where: int, how: str
 ) -> None:
-    """Promise 4: after a change inside the run it is refused and gone; after a change behind it, it stays."""
+    """Promise 4: after a change inside the run it is refused and gone; after a change behind it, it stays, unless the
+    newest segment or the last question would be gone."""
     assume(messages)
     branch = branch_of(messages)
     artifact = rewrite(branch, messages, land=land, keep=keep)
@@ -200,10 +201,16 @@ def test_property_a_replacement_is_used_only_where_its_messages_are(
     end = artifact.replacement.end
     intact = changed[:end] == messages[:end]
     assert (branch.refusal(artifact) is None) == intact or branch.refusal(artifact) is not Reason.DIGEST_MISMATCH
-    assert bool(branch.applied) == intact
     view = branch.project(changed)
-    if not intact:
+    if changed:
+        newest = [changed[i] for s in branch.history.segmenter.segments[-1:] for i in range(s.start, s.end)]
+        asked = [m for m in changed if m["role"] == "user"][-1:]
+        assert all(any(m is shown for shown in view) for m in (newest[-1:] + asked))
+    if branch.applied:
+        assert intact
+    else:
         assert same_objects(view, changed)
+        assert not intact or branch.refusal(artifact) is Reason.BRANCH_DIVERGED
     assert len(problems(view)) <= len(problems(changed))
 
 

@@ -17,7 +17,7 @@ import httpx
 
 from ..errors import EngineError, EngineUnreachable
 from .load import cache_config, read_load
-from .wire import Answer, dicts
+from .wire import Answer, dicts, read_usage
 
 if TYPE_CHECKING:
     from .client import OpenAIEngine
@@ -45,7 +45,9 @@ class Capabilities:
         version: as the server calls it.
         context_window: tokens of one request, prompt and answer together.
         priority: whether ``"lower"`` or ``"higher"`` numbers go first; ``None`` where a request's priority is
-            refused or ignored.
+            refused, or known to be ignored.
+        priority_sure: its own configuration says that it sorts by them. vLLM shows that in its developer mode only,
+            and without its flag some versions (0.32) take a priority and ignore it.
         preload: warming its prefix cache ahead of a commit can help, and costs no money.
         slots: llama.cpp's slots, 0 elsewhere.
         metrics: it shows its load.
@@ -61,6 +63,7 @@ class Capabilities:
     version: str | None = None
     context_window: int | None = None
     priority: Literal["lower", "higher"] | None = None
+    priority_sure: bool = False
     preload: bool = False
     slots: int = 0
     metrics: bool = False
@@ -108,7 +111,9 @@ async def probe(engine: OpenAIEngine, timeout_s: float) -> Capabilities:
     found = _Found()
     with anyio.move_on_after(timeout_s):
         with anyio.move_on_after(timeout_s * _FIRST):
-            await _each(engine, found, {path: partial(engine.fetch, path) for path in _PATHS})
+            asked = {path: partial(engine.fetch, path) for path in _PATHS}
+            asked["/server_info"] = partial(engine.fetch, "/server_info?config_format=json")  # vLLM's in dev mode
+            await _each(engine, found, asked)
         if not found.answers and found.errors and len(found.errors) == len(_PATHS):
             raise found.errors[0]
         flavour = _flavour(found, engine.root)
@@ -213,13 +218,18 @@ def _read(found: _Found, engine: OpenAIEngine) -> Capabilities:
         version = props.get("build_info")
         window = settings.get("n_ctx") if isinstance(settings, dict) else None
         block = 1
-    reports = sglang.get("enable_cache_report")
+    reports: Any = sglang.get("enable_cache_report")
+    usage = found.json("priority").get("usage")
+    if isinstance(usage, dict) and read_usage(usage).cached_tokens is not None:
+        reports = True
+    priority, sure = _priority(found, flavour)
     slots = _slots(found) if flavour == "llama.cpp" else 0
     return Capabilities(
         flavour=flavour,
         version=version if isinstance(version, str) else None,
         context_window=_whole(window),
-        priority=_priority(found, flavour),
+        priority=priority,
+        priority_sure=sure,
         # In a single slot a preload would take the place of what the agent has there.
         preload=own and caching is not False and slots != 1,
         slots=slots,
@@ -233,13 +243,16 @@ def _read(found: _Found, engine: OpenAIEngine) -> Capabilities:
     )
 
 
-def _priority(found: _Found, flavour: Flavour) -> Literal["lower", "higher"] | None:
-    """Which way the server sorts, if it took a request with a priority. SGLang ignores it without its flag."""
+def _priority(found: _Found, flavour: Flavour) -> tuple[Literal["lower", "higher"] | None, bool]:
+    """Which way the server sorts, if it took a request with a priority, and whether it says that it does."""
     if not isinstance(found.json("priority").get("choices"), list):
-        return None
-    if flavour == "vllm":
-        return "lower"
-    return "lower" if _sglang(found).get("schedule_low_priority_values_first") is True else "higher"
+        return None, False
+    if flavour == "sglang":  # asked only where its flag is set
+        return ("lower" if _sglang(found).get("schedule_low_priority_values_first") is True else "higher"), True
+    config = found.json("/server_info").get("vllm_config")
+    scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+    policy = scheduler.get("policy") if isinstance(scheduler, dict) else None
+    return (None, False) if policy == "fcfs" else ("lower", policy == "priority")
 
 
 def _slots(found: _Found) -> int:

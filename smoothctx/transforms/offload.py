@@ -241,7 +241,7 @@ def is_page(text: str) -> bool:
 
 
 def _with_text(message: Any, codec: Codec, text: str) -> Any:
-    """The message with ``text`` in place of its text parts; media parts of a plain dict stay beside it."""
+    """The message with ``text`` in place of its text parts; media parts of a plain dict stay before it."""
     content = message.get("content") if isinstance(message, dict) else None
     media = (
         [p for p in content if isinstance(p, dict) and p.get("type") in _KEPT_PARTS]
@@ -250,7 +250,8 @@ def _with_text(message: Any, codec: Codec, text: str) -> Any:
     )
     stub = codec.with_text(message, text)
     if media and isinstance(stub, dict):
-        stub = {**stub, "content": [{"type": "text", "text": text}, *media]}
+        # The text last: `is_stub` knows a stub by how its text ends.
+        stub = {**stub, "content": [*media, {"type": "text", "text": text}]}
     return stub
 
 

@@ -16,8 +16,9 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 
 from smoothctx import ConfigurationError, MemoryStore, Offload, Policy, Runtime, Session, segments
+from smoothctx.launch import UNREADABLE
 from smoothctx_langgraph.codec import LangChainMessages
-from smoothctx_langgraph.tools import NOTHING, UNAVAILABLE, retrieve_tool
+from smoothctx_langgraph.tools import NOTHING, retrieve_tool
 
 pytestmark = pytest.mark.langgraph
 
@@ -172,8 +173,8 @@ def test_from_synchronous_code_and_from_other_loops() -> None:
             assert "line 0" in asyncio.run(tool.ainvoke({"id": ID}))
         with ThreadPoolExecutor(1) as threads:
             assert "line 0" in threads.submit(tool.invoke, {"id": ID}).result(30)
-    assert tool.invoke({"id": ID}) == UNAVAILABLE
-    assert asyncio.run(tool.ainvoke({"id": ID})) == UNAVAILABLE
+    assert tool.invoke({"id": ID}) == UNREADABLE
+    assert asyncio.run(tool.ainvoke({"id": ID})) == UNREADABLE
 
 
 @pytest.mark.parametrize("make", [lambda: retrieve_tool(None), lambda: retrieve_tool("s")])  # type: ignore[arg-type]

@@ -16,14 +16,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from smoothctx.codec import (
-    OpenAIMessages,
-    ToolCall,
-    _arguments as arguments_text,
-    _canonical as canonical,
-    _encode as encode,
-    _structure as structure,
-)
+from smoothctx.codec import OpenAIMessages, ToolCall
+from smoothctx.codec_values import arguments_text, canonical, encode, structure
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MESSAGE_TOKENS, count_text
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from smoothctx.codec import _canonical as canonical
+from smoothctx.codec_values import canonical
 from smoothctx.tokens import MEDIA_TOKENS, count_text
 
 TEXT = frozenset({"text", "input_text", "output_text", "refusal", "text-plain"})

@@ -203,9 +203,16 @@ class _Lookahead:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: tuple[int, str]) -> _Run | None:
         """The call, if it is one of a node in a graph whose state has messages."""
-        where = identity()
-        if where is None:
+        try:
+            where = identity()
+            return None if where is None else self._begun(where, args, kwargs, at)
+        except Exception as error:
+            self.turns.runtime.events.error(error, where="node")
             return None
+
+    def _begun(
+        self, where: Identity, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: tuple[int, str]
+    ) -> _Run | None:
         position: int | str = at[0]
         if len(args) <= at[0]:
             position = at[1]

@@ -6,6 +6,15 @@ Give the state one more key, and hide it where the graph speaks to the outside::
     class State(MessagesState, LookaheadState): ...
 
     builder = StateGraph(State, input_schema=MessagesState, output_schema=MessagesState)
+
+Or only the node's own input: LangGraph adds the channel because the node's parameter has it, and shows it to no one::
+
+    class Input(MessagesState, LookaheadState): ...
+
+    @lookahead_node(runtime, policy)
+    async def call_model(state: Input): ...
+
+As with every private channel of LangGraph, ``stream_mode="values"`` and ``get_state`` do show it.
 """
 
 from __future__ import annotations

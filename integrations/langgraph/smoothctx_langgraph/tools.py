@@ -12,10 +12,7 @@ from smoothctx import Session
 from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.offload import PAGE, TOOL_NAME, TOOL_SCHEMA
 
-#: seconds that one call waits for the store at most
-TIMEOUT = 30.0
 NOTHING = "error: nothing has been offloaded yet"
-UNAVAILABLE = "error: the offloaded content cannot be read right now"
 
 
 def retrieve_tool(session: Session | Callable[[], Session | None]) -> BaseTool:
@@ -39,19 +36,11 @@ def retrieve_tool(session: Session | Callable[[], Session | None]) -> BaseTool:
     # A model may pass anything: every argument is optional here, and checked where the content is read.
     async def aretrieve(id: Any = "", offset: Any = 0, limit: Any = PAGE, **_: Any) -> str:
         found = current()
-        if found is None:
-            return NOTHING
-        pages: list[str] = []
-        await found._runtime.join_loop(lambda: _read(found, pages, id, offset, limit), TIMEOUT)
-        return pages[0] if pages else UNAVAILABLE
+        return NOTHING if found is None else await found.retrieve(id, offset, limit)
 
     def retrieve(id: Any = "", offset: Any = 0, limit: Any = PAGE, **_: Any) -> str:
         found = current()
-        if found is None:
-            return NOTHING
-        pages: list[str] = []
-        found._runtime.on_loop(lambda: _read(found, pages, id, offset, limit), TIMEOUT)
-        return pages[0] if pages else UNAVAILABLE
+        return NOTHING if found is None else found.retrieve_sync(id, offset, limit)
 
     function = TOOL_SCHEMA["function"]
     return StructuredTool(
@@ -61,7 +50,3 @@ def retrieve_tool(session: Session | Callable[[], Session | None]) -> BaseTool:
         func=retrieve,
         coroutine=aretrieve,
     )
-
-
-async def _read(session: Session, pages: list[str], id: Any, offset: Any, limit: Any) -> None:
-    pages.append(await session.retrieve(id, offset, limit))

@@ -1,0 +1,148 @@
+"""Single flight: handles of the same artifact share one flight. Who joins, who leaves, and what is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import final
+
+from .events import EventSink
+from .flight import Flight, reason_of
+from .handle import LookaheadHandle
+from .pool import Outcome, TaskPool, Work
+from .states import HandleState, Reason
+from .tally import Tally
+
+
+@final
+class Flights:
+    """The flights of one runtime that have not ended. Thread-safe."""
+
+    def __init__(self, pool: TaskPool, events: EventSink, tally: Tally, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._events = events
+        self._tally = tally
+        self._now = clock
+        self._lock = threading.RLock()
+        #: by tenant and artifact key
+        self.listed: dict[tuple[str, str], Flight] = {}
+
+    def find(self, tenant: str, key: str) -> Flight | None:
+        """The flight under way for this artifact, if any (single flight)."""
+        with self._lock:
+            found = self.listed.get((tenant, key))
+            return found if found is not None and not found.ended else None
+
+    def claim(self, flight: Flight) -> Flight:
+        """Register a new flight, unless another thread was faster: then that one."""
+        with self._lock:
+            return self.find(flight.tenant, flight.plan.key) or self.listed.setdefault(
+                (flight.tenant, flight.plan.key), flight
+            )
+
+    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None) -> None:
+        """Add a handle to a flight, and put the flight into the queue if it is new."""
+        session = handle.session
+        with self._lock:
+            new, over = flight.work is None, flight.ended
+            flight.handles.append(handle)
+            if new:
+                flight.work = Work(
+                    key=flight.plan.key,
+                    tenant=flight.tenant,
+                    session=session.id,
+                    child=session.parent is not None,
+                    due=due,
+                    timeout_s=None,
+                    name=f"lookahead:{flight.plan.transform.name}:{session.id}",
+                    run=flight.run,
+                    on_start=lambda: self._started(flight),
+                    on_done=lambda outcome: self._ended(flight, outcome),
+                    breaker_key=f"{flight.tenant}:{flight.plan.transform.fingerprint or id(flight.plan.transform)}",
+                )
+        self.started(handle)
+        if new and flight.work is not None:
+            self._pool.submit(flight.work)
+            return
+        if flight.started_at is not None:
+            handle.move(HandleState.RUNNING)
+        if over:  # it ended on the loop while we joined
+            session.ended(handle, flight.reason, flight.error)
+
+    def started(self, handle: LookaheadHandle) -> None:
+        """Count a new handle and say so."""
+        plan, session = handle.flight.plan, handle.session
+        self._tally.count("started")
+        self._events.emit(
+            "lookahead.started",
+            session=session.id,
+            tenant=session.tenant,
+            handle=handle.id,
+            transform=plan.transform.name,
+            start=plan.start,
+            end=plan.end,
+            tokens=plan.source_tokens,
+        )
+
+    def leave(self, flight: Flight, handle: LookaheadHandle, reason: Reason) -> None:
+        """A handle does not need its flight any more; the last one to leave cancels it."""
+        with self._lock:
+            if handle in flight.handles:
+                flight.handles.remove(handle)
+            last = not flight.handles and not flight.ended
+            if last:
+                self._unlist(flight)  # whoever asks for this key from now on gets a flight that is not cancelled
+        self._tally.stale(reason)
+        if last and flight.work is not None:
+            self._pool.cancel(flight.work, reason)
+        if flight.ended and not flight.handles:
+            self.wasted(flight, reason)
+
+    def promote(self, flight: Flight) -> None:
+        """Move a flight to the front of the queue."""
+        if flight.work is not None:
+            self._pool.promote(flight.work)
+
+    def wasted(self, flight: Flight, reason: Reason) -> None:
+        """Tokens that were spent on a result nobody uses, counted once per flight."""
+        with self._lock:
+            if flight.accounted or flight.from_store:
+                return
+            flight.accounted = True
+        self._tally.wasted(flight.usage)
+
+    def _started(self, flight: Flight) -> None:
+        flight.started_at = self._now()
+        for handle in list(flight.handles):
+            handle.move(HandleState.RUNNING)
+            self._events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
+
+    def _ended(self, flight: Flight, outcome: Outcome) -> None:
+        error = outcome.error if isinstance(outcome.error, Exception) else None
+        reason = outcome.reason
+        if error is not None and reason is Reason.FAILED:
+            reason = reason_of(error)
+        if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED):
+            reason, error = None, None  # only the preload went wrong: a cold commit is slower, never wrong
+        flight.ended_at = self._now()
+        with self._lock:
+            flight.ended, flight.reason, flight.error = True, reason, error
+            self._unlist(flight)
+            handles = list(flight.handles)
+        self._tally.spent(flight.usage)
+        if flight.usage.calls:
+            self._events.emit(
+                "usage",
+                tenant=flight.tenant,
+                session=flight.plan.request.session_id,
+                transform=flight.plan.transform.name,
+                usage=flight.usage,
+            )
+        for handle in handles:
+            handle.session.ended(handle, reason, error)
+        if not handles:
+            self.wasted(flight, reason or Reason.CANCELLED)
+
+    def _unlist(self, flight: Flight) -> None:
+        if self.listed.get((flight.tenant, flight.plan.key)) is flight:
+            del self.listed[(flight.tenant, flight.plan.key)]

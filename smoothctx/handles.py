@@ -1,0 +1,128 @@
+"""The handles of one session: of its branch, of ``schedule_transform``, and those of dead branches."""
+
+from __future__ import annotations
+
+from typing import final
+
+from .conversation import Conversation
+from .flight import Flight
+from .handle import LookaheadHandle
+from .lane import Lane
+from .receipts import Receipt
+from .serving import Serving
+from .states import FINAL, HandleState, Reason
+
+#: handles of ``schedule_transform`` held per session
+MAX_EXPLICIT = 64
+
+
+@final
+class Handles:
+    """Holds a session's handles until they are final. Changed under the session's lock only.
+
+    ``lane`` holds those of blocks, where the policy's transform works in blocks.
+    """
+
+    def __init__(self, conversation: Conversation, serving: Serving, lane: Lane | None) -> None:
+        self._conversation = conversation
+        self._serving = serving
+        self._lane = lane
+        #: the lookahead of the present branch, as it was last started
+        self.live: LookaheadHandle | None = None
+        self.explicit: list[LookaheadHandle] = []
+        #: of dead branches, under ``Finish``
+        self.finishing: list[LookaheadHandle] = []
+
+    @property
+    def lookahead(self) -> LookaheadHandle | None:
+        """The live one, unless it is final; with a transform of blocks, that of the oldest."""
+        live = self._lane.first if self._lane is not None else self.live
+        return live if live is not None and live.state not in FINAL else None
+
+    def all(self) -> list[LookaheadHandle]:
+        """Those that may still be committed to the present branch."""
+        if self._lane is not None:
+            live = self._lane.handles
+        else:
+            live = [self.lookahead] if self.lookahead is not None else []
+        return [*live, *(h for h in self.explicit if h.state not in FINAL)]
+
+    def add(self, handle: LookaheadHandle) -> None:
+        """Hold one that was scheduled explicitly; the oldest goes when there are too many."""
+        if len(self.explicit) > MAX_EXPLICIT:
+            self.drop(self.explicit.pop(0), Reason.EVICTED)
+        self.explicit.append(handle)
+
+    def finish(self, handle: LookaheadHandle) -> None:
+        """Its branch is dead: let it finish into the store."""
+        self._forget(handle)
+        self.finishing.append(handle)
+
+    def drop(self, handle: LookaheadHandle, reason: Reason) -> None:
+        """Discard one; work that nobody else needs is cancelled."""
+        if handle.move(HandleState.DISCARDED, reason):
+            self._conversation.emit("lookahead.discarded", handle=handle.id, reason=str(reason))
+            self._serving.discarded(handle.flight.plan.key)
+            self._conversation.runtime.flights.leave(handle.flight, handle, reason)
+        self._forget(handle)
+
+    def committed(self, handle: LookaheadHandle, receipt: Receipt | None, *, how: str, saved: int) -> None:
+        """Its result is in use: it is final, and its tokens were not wasted."""
+        handle.move(HandleState.COMMITTED)
+        handle.receipt = receipt
+        handle.flight.accounted = True
+        self._conversation.runtime.tally.count("committed")
+        self._conversation.emit("lookahead.committed", handle=handle.id, how=how, saved=saved)
+        self._forget(handle)
+
+    def ready(self, handle: LookaheadHandle, flight: Flight) -> None:
+        """Its flight has landed with a result."""
+        assert flight.artifact is not None
+        handle.move(HandleState.READY)
+        self._conversation.emit(
+            "lookahead.ready",
+            handle=handle.id,
+            transform=handle.transform.name,
+            tokens=flight.artifact.tokens,
+            warm=flight.artifact.warm,
+        )
+        if flight.started_at is not None:
+            self._conversation.forecast.work.add(flight.busy_s)
+        if handle in self.finishing:
+            self.drop(handle, Reason.BRANCH_DIVERGED)  # its artifact is held in case the branch comes back
+        elif self._lane is not None and self._lane.holds(handle):
+            self._lane.ended(handle, None, self.drop)
+
+    def failed(self, handle: LookaheadHandle, reason: Reason, error: Exception | None) -> None:
+        """Its flight has ended without a result."""
+        conversation, runtime = self._conversation, self._conversation.runtime
+        if self._lane is not None and self._lane.holds(handle):
+            self._lane.ended(handle, reason, self.drop)
+        failed = reason in (Reason.FAILED, Reason.TIMEOUT, Reason.INVALID_OUTPUT)
+        moved = handle.move(HandleState.FAILED if failed else HandleState.DISCARDED, reason, error)
+        if moved and failed:
+            runtime.tally.count("failed")
+            text = f"{type(error).__name__}: {error}"
+            conversation.emit("lookahead.failed", handle=handle.id, reason=str(reason), error=text)
+        elif moved:
+            runtime.tally.stale(reason)
+            conversation.emit("lookahead.discarded", handle=handle.id, reason=str(reason), error=str(error or ""))
+        runtime.flights.wasted(handle.flight, reason)
+        self._forget(handle)
+
+    def close(self, reason: Reason) -> None:
+        """Drop all."""
+        for handle in [*self.all(), *self.finishing]:
+            self.drop(handle, reason)
+        self.live = None
+        self.explicit.clear()
+        self.finishing.clear()
+
+    def _forget(self, handle: LookaheadHandle) -> None:
+        if self.live is handle:
+            self.live = None
+        if self._lane is not None:
+            self._lane.forget(handle)
+        for handles in (self.explicit, self.finishing):
+            if handle in handles:
+                handles.remove(handle)

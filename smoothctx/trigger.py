@@ -1,0 +1,147 @@
+"""The trigger: when a lookahead is started, and on which run of the history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from .conversation import Conversation
+from .cuts import Run, fresh, plan, source_tokens
+from .follow import Following
+from .handle import LookaheadHandle
+from .handles import Handles
+from .history import Change
+from .lane import Lane
+from .launch import Launcher
+from .serving import Serving
+from .states import FINAL
+from .transforms.base import Size, Transform
+
+#: a run that did not shrink is not tried again before it has grown by this factor
+BARREN_GROWTH = 1.25
+
+
+def keep_of(transform: Transform) -> Size:
+    """What a transform leaves raw at the end."""
+    keep: Size = getattr(transform, "keep", ("messages", 20))
+    return keep
+
+
+def expected_tokens(transform: Transform, source: int) -> int:
+    """Tokens that a result is expected to have: at most its cap, and never more than a quarter of the source."""
+    cap = getattr(transform, "max_tokens", 0) or 0
+    return min(int(cap), source // 4) if source else int(cap)
+
+
+@final
+class Trigger:
+    """Starts the lookaheads of one session. Called under the session's lock only.
+
+    ``predicts``: the session has an engine, so that work can be predicted before anything was measured. ``lane``
+    starts them where the policy's transform works in blocks.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        handles: Handles,
+        following: Following,
+        launcher: Launcher,
+        serving: Serving,
+        lane: Lane | None,
+        *,
+        predicts: bool,
+    ) -> None:
+        self._conversation = conversation
+        self._handles = handles
+        self._following = following
+        self._launcher = launcher
+        self._serving = serving
+        self._lane = lane
+        self._predicts = predicts
+        self._barren: tuple[str | None, int] | None = None
+
+    def consider(
+        self, messages: Sequence[Any], change: Change | None, *, due: bool = False, again: bool = True
+    ) -> LookaheadHandle | None:
+        """Start a lookahead if it is time to. Returns the live handle, if any."""
+        if self._lane is not None:
+            if change is not None and change.error is not None:
+                return self._lane.first
+            if not self._conversation.branch.history.unchanged(messages):
+                self._following.sync(messages)
+            return self._lane.consider(messages, self._handles.drop, due=due)
+        live = self._handles.lookahead
+        if live is not None:
+            self._serving.grew(live, messages)
+            return live
+        if change is not None and change.error is not None:
+            return None  # what stands behind an unreadable message is unknown: nothing is started for it
+        conversation, branch, policy = self._conversation, self._conversation.branch, self._conversation.policy
+        if not due and not self._time_to():
+            return None
+        transform = policy.transform
+        # It should land where the policy says when it commits, with what the session adds until then.
+        growth = 0 if due else conversation.forecast.growth_during(self._work())
+        run = self.plan(transform, branch.history.tokens[-1], growth)
+        source = source_tokens(branch.history, branch.edits, run) if run else 0
+        barren = (
+            self._barren is not None
+            and self._barren[0] == transform.fingerprint
+            and source < self._barren[1] * BARREN_GROWTH
+        )
+        expected = expected_tokens(transform, source)
+        too_little = (source - expected) * branch.scale < policy.min_savings * branch.tokens
+        nothing = run is None or not fresh(branch.edits, run)
+        if run is None or nothing or barren or too_little:
+            why = "nothing before the kept tail" if nothing else "too little to save"
+            conversation.say("nothing_to_rewrite", "", why=why)
+            return None
+        if not branch.history.unchanged(messages):
+            self._following.sync(messages)  # an edit in place further up: what we snapshot must be what we digested
+            return self.consider(messages, change, due=due, again=False) if again else None
+        live = self._handles.live = self.launch(messages, transform, run, explicit=False, preload_kv=None)
+        return live if live.state not in FINAL else None
+
+    def plan(self, transform: Transform, source: int, growth: int = 0) -> Run | None:
+        """The run that ``transform`` would rewrite now; ``source``: the tokens that its result stands for, if known."""
+        branch, policy = self._conversation.branch, self._conversation.policy
+        return plan(
+            branch.history,
+            branch.edits,
+            policy,
+            keep_of(transform),
+            land=policy.land_at,
+            expected=expected_tokens(transform, source) + growth,
+            scale=branch.scale,
+        )
+
+    def launch(
+        self, messages: Sequence[Any], transform: Transform, run: Run, *, explicit: bool, preload_kv: bool | None
+    ) -> LookaheadHandle:
+        """Start a lookahead on this run."""
+        due = self._conversation.due()
+        handle = self._launcher.launch(messages, transform, run, explicit=explicit, preload_kv=preload_kv, due=due)
+        self._conversation.over("nothing_to_rewrite")
+        return handle
+
+    def not_smaller(self, handle: LookaheadHandle) -> None:
+        """Its result saved too little: nothing is tried again before there is more to rewrite."""
+        self._barren = (handle.transform.fingerprint, handle.flight.plan.source_tokens)
+
+    def _time_to(self) -> bool:
+        """Has the trigger been reached, or must the work begin earlier to be done before the limit?"""
+        conversation, policy = self._conversation, self._conversation.policy
+        tokens, messages = conversation.branch.tokens + policy.reserved_tokens, conversation.branch.messages
+        if policy.reached(tokens, messages):
+            return True
+        if not self._predicts and conversation.forecast.work.value is None:
+            return False  # nothing is known of how long it takes: the trigger says when
+        limit = policy.limit_tokens(policy.hard_limit)
+        return policy.over(policy.land_at, tokens, messages) and conversation.forecast.late(tokens, limit, self._work())
+
+    def _work(self) -> float | None:
+        """Seconds that a lookahead is expected to take by what the engine has shown; ``None`` while unknown."""
+        policy = self._conversation.policy
+        land = policy.limit_tokens(policy.land_at)
+        return self._serving.work_s(expected_tokens(policy.transform, 0), land or 0)

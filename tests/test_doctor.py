@@ -1,0 +1,514 @@
+"""The doctor: real measurements on a real engine, and fake servers with one defect each."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from hypothesis import given, strategies as st
+
+from flavour_servers import LLAMA_PROPS, VLLM_METRICS, ModelServer
+from smoothctx import ConfigurationError, EngineRefused, EngineUnreachable, Event, Usage
+from smoothctx.cli import main
+from smoothctx.doctor import Finding, Settings, examine, findings as shown, log, positions, volatile
+from smoothctx.doctor.examine import Examination
+from smoothctx.engines import Capabilities, EmbeddedEngine, find_weights
+from virtual import run_virtual
+
+QUICK = Settings(tokens=800, repeats=2)
+
+
+def examined(server: ModelServer, settings: Settings = QUICK, **options: Any) -> Examination:
+    """What the doctor finds on this server."""
+
+    async def run() -> Examination:
+        return await examine(server.engine(**options), settings)
+
+    return run_virtual(run)
+
+
+def found(server: ModelServer, settings: Settings = QUICK, **options: Any) -> dict[str, Finding]:
+    """The findings by name."""
+    return {f.name: f for f in examined(server, settings, **options).findings}
+
+
+def names(findings: dict[str, Finding], status: str) -> set[str]:
+    """The findings of this status."""
+    return {name for name, f in findings.items() if f.status == status}
+
+
+# --- one defect each
+
+
+def test_a_healthy_server_has_nothing_to_change() -> None:
+    """vLLM with its flags, and small steps: everything is well, in figures."""
+    seen = found(ModelServer("vllm", step=32))
+    assert names(seen, "bad") == names(seen, "warn") == set()
+    assert names(seen, "unknown") == {"priority"}  # only its flags tell
+    cache = seen["prefix cache"].data
+    assert cache["cold_s"] == pytest.approx(0.82, rel=0.1) and cache["again_s"] < 0.06
+    assert cache["cached_tokens"] > 0.9 * cache["tokens"] and 700 < cache["tokens"] < 900
+    assert "TTFT 8" in seen["prefix cache"].found and "ms" in seen["prefix cache"].found
+
+
+def test_no_prefix_cache() -> None:
+    """A prompt that is evaluated anew each time: the flag that is missing, and what it costs."""
+    seen = found(ModelServer("vllm", caching=False))
+    cache = seen["prefix cache"]
+    assert cache.status == "bad" and "0 of" in cache.found and "--enable-prefix-caching" in cache.advice
+    assert cache.effect_s == pytest.approx(0.8, rel=0.1)
+    assert seen["changed middle"].status == "unknown"
+
+
+@pytest.mark.parametrize(("caching", "status"), [(True, "ok"), (False, "bad")])
+def test_promise_15_without_reports_time_tells(caching: bool, status: str) -> None:
+    """A server that reports no cached tokens is judged by TTFT, and that is said."""
+    seen = found(ModelServer("vllm", reports=False, caching=caching))
+    assert seen["prefix cache"].status == status and "judged by time" in seen["prefix cache"].found
+    assert seen["prefix cache"].data["cached_tokens"] is None
+    assert seen["cache reports"].status == "warn" and "--enable-prompt-tokens-details" in seen["cache reports"].advice
+    if caching:
+        assert seen["changed middle"].status == "ok"
+
+
+def test_b186_blocks_larger_than_the_prompt() -> None:
+    """Hybrid models cache in blocks of hundreds of tokens: no hit, and no wrong conclusion."""
+    page = VLLM_METRICS.replace('block_size="128"', 'block_size="1024"')
+    seen = found(ModelServer("vllm", block=1024, pages={"/metrics": (200, page)}))
+    assert seen["prefix cache"].status == "bad"
+    assert "blocks are of 1024 tokens, more than this prompt" in seen["prefix cache"].found
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_changed_middle_loses_everything(reports: bool) -> None:
+    """A sliding-window model without --swa-full: growth is cached, a rewrite starts from nothing."""
+    seen = found(ModelServer("llama.cpp", keeps_head=False, reports=reports))
+    assert seen["prefix cache"].status == "ok"
+    assert seen["changed middle"].status == "bad" and "--swa-full" in seen["changed middle"].advice
+    assert seen["changed middle"].effect_s is not None and seen["changed middle"].effect_s > 0.1
+
+
+def test_no_headroom() -> None:
+    """A background prefill that nothing interrupts: the foreground waits for all of it."""
+    seen = found(ModelServer("vllm"))
+    room = seen["headroom"]
+    assert room.status == "bad" and "--long-prefill-token-threshold" in room.advice
+    assert room.data["beside_s"] - room.data["alone_s"] == pytest.approx(1.5, rel=0.2)
+    assert room.effect_s == pytest.approx(room.data["beside_s"] - room.data["alone_s"])
+
+
+def test_headroom_of_a_fast_server() -> None:
+    """Where a background prompt is over before a call can meet it, there is room."""
+    assert found(ModelServer("vllm", rate=1e6, latency_s=0.001))["headroom"].status == "ok"
+
+
+def test_headroom_where_the_background_is_refused() -> None:
+    """What the server refuses in the background is no error of the examination."""
+
+    class Refusing(ModelServer):
+        async def _complete(self, body: dict[str, Any]) -> httpx.Response:
+            if body.get("priority") == 20:
+                return httpx.Response(400, json={"error": {"message": "too long"}})
+            return await super()._complete(body)
+
+    assert "headroom" in found(Refusing("vllm"))
+
+
+def test_priority() -> None:
+    """Refused, ignored, taken, and sorted by for certain, are four things."""
+    refused = found(ModelServer("vllm", priority=False))["priority"]
+    assert refused.status == "warn" and "--scheduling-policy priority" in refused.advice
+    taken = found(ModelServer("vllm"))["priority"]
+    assert taken.status == "unknown" and "make sure of it" in taken.advice
+    assert found(ModelServer("sglang"))["priority"].status == "ok"
+    none = found(ModelServer("llama.cpp"))["priority"]
+    assert none.status == "unknown" and not none.advice
+
+
+@pytest.mark.parametrize(("flavour", "flag"), [("sglang", "--enable-metrics"), ("llama.cpp", "--metrics")])
+def test_no_metrics(flavour: str, flag: str) -> None:
+    """Without metrics the flag that shows them is named."""
+    seen = found(ModelServer(flavour, pages={"/metrics": (404, "")}))["metrics"]
+    assert seen.status == "warn" and flag in seen.advice
+
+
+def test_a_single_slot() -> None:
+    """Background work would take the place of the agent's cache."""
+    seen = found(ModelServer("llama.cpp", pages={"/props": (200, {**LLAMA_PROPS, "total_slots": 1})}))["slots"]
+    assert seen.status == "bad" and seen.found == "1 slot" and "--parallel 2" in seen.advice
+    assert found(ModelServer("llama.cpp"))["slots"].status == "ok"
+
+
+def test_b189_two_slots_of_their_own_are_used() -> None:
+    """On llama.cpp the prompts go to the last slot, the background one beside it: never to the first of three."""
+    server = ModelServer("llama.cpp")
+    found(server)
+    assert {b["id_slot"] for b in server.bodies} == {1, 2}
+
+
+def test_a_small_window_is_kept_to() -> None:
+    """No prompt is longer than the window."""
+    server = ModelServer(
+        "llama.cpp", pages={"/props": (200, {**LLAMA_PROPS, "default_generation_settings": {"n_ctx": 512}})}
+    )
+    found(server)
+    assert max(len(b["messages"][0]["content"]) // 4 for b in server.bodies) < 400
+
+
+def test_an_unknown_server_gets_no_special_options() -> None:
+    """Another server is sent nothing that it may not know."""
+    server = ModelServer("other")
+    seen = found(server)
+    known = {"model", "messages", "stream", "stream_options", "max_tokens", "temperature"}
+    assert all(set(b) <= known for b in server.bodies)
+    assert seen["priority"].status == "unknown" and seen["metrics"].status == "warn"
+
+
+def test_a_server_that_fails_in_the_middle_is_an_error_of_its_own() -> None:
+    """An error of the server comes out bare, whatever it interrupts."""
+    for text in ("Report", "-5."):
+        with pytest.raises(EngineRefused, match="refused"):
+            examined(ModelServer("vllm", refuse=text))
+
+    class Stops(ModelServer):
+        async def _complete(self, body: dict[str, Any]) -> httpx.Response:
+            if any(b.get("priority") == 20 for b in self.bodies):
+                raise httpx.ReadError("reset")
+            return await super()._complete(body)
+
+    with pytest.raises(EngineUnreachable, match="reset"):
+        examined(Stops("vllm"))
+
+
+def test_promise_11_a_cancelled_examination_ends() -> None:
+    """Cancelling it stops it at once."""
+
+    async def run() -> bool:
+        with anyio.move_on_after(1.0) as scope:
+            await examine(ModelServer("vllm", rate=1.0).engine(), QUICK)
+        return scope.cancelled_caught
+
+    assert run_virtual(run)
+
+
+@pytest.mark.parametrize(("tokens", "repeats", "text"), [(10, 1, "--tokens 10"), (100, 0, "--repeats 0")])
+def test_settings(tokens: int, repeats: int, text: str) -> None:
+    """Sizes that cannot work are named."""
+    with pytest.raises(ConfigurationError, match=f"^{text}: expected a whole number of at least"):
+        Settings(tokens=tokens, repeats=repeats)
+
+
+# --- the order, and how it is shown
+
+
+def test_changes_are_in_order_of_effect() -> None:
+    """The largest measured effect first; what has none after it, the worse first; what is well not at all."""
+    given_ = [
+        Finding(name="a", status="unknown", found="", advice="x"),
+        Finding(name="b", status="warn", found="", advice="x", effect_s=0.2),
+        Finding(name="c", status="bad", found="", advice="x"),
+        Finding(name="d", status="bad", found="", advice="x", effect_s=3.0),
+        Finding(name="e", status="ok", found=""),
+    ]
+    assert [f.name for f in shown.in_order(given_)] == ["d", "b", "c", "a"]
+    text = shown.as_text("http://x", "m", Capabilities(flavour="vllm", version="1"), given_)
+    assert text.startswith("http://x: vllm 1, model m\n") and "1. d: x (saves about 3.0 s a turn)" in text
+    assert "BAD   c" in text and max(map(len, text.splitlines())) <= 120
+    assert shown.as_text("u", "m", Capabilities(), given_[-1:]).endswith("Nothing to change.")
+    data = json.loads(json.dumps(shown.as_json("u", "m", Capabilities(), given_)))
+    assert [c["name"] for c in data["changes"]] == ["d", "b", "c", "a"] and len(data["findings"]) == 5
+    assert data["capabilities"]["flavour"] == "unknown"
+
+
+# --- volatile prefixes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("now 12:03:04. Be brief.", "now 12:03:05. Be brief.", "a time of day"),
+        ("on 2026-01-01 we", "on 2026-01-02 we", "a date"),
+        ("id 0f8fad5b-d9cb-469f-a165-70867728950e!", "id 7c9e6679-7425-40de-944b-e07fc1f90ae7!", "a uuid"),
+        ("at 1796073922 s", "at 1796073925 s", "a Unix time"),
+        ("tools: a, b", "tools: b, a", "something"),
+    ],
+)
+def test_b187_two_renderings_differ(first: str, second: str, kind: str) -> None:
+    """The offset of the first difference is told, what stands there, and what it costs."""
+    head, tail = "You are an agent.\n" * 10, " More text." * 100
+    finding = volatile.check([head + first + tail, head + second + tail], chars_per_s=1000.0)
+    offset = len(head) + volatile.differs(first, second)
+    assert finding.status == "bad" and finding.data["offset"] == offset and finding.data["kind"] == kind
+    assert f"offset {offset}" in finding.advice
+    assert finding.effect_s == pytest.approx((len(head + first + tail) - offset) / 1000.0)
+
+
+def test_equal_renderings() -> None:
+    """Equal ones are well; a longer one that goes on is volatile at the end of the shorter."""
+    assert volatile.check(["abc", "abc", "abc"]).status == "ok"
+    assert volatile.check(["abc", "abcd"]).data["offset"] == 3
+    assert volatile.check(["abc", "abc", "axc"]).data["offset"] == 1
+    assert volatile.check([]).status == "unknown"
+
+
+def test_one_rendering_is_searched() -> None:
+    """A clock in a single rendering is a suspect; finding none proves nothing."""
+    finding = volatile.check(["You are an agent. It is 2026-11-30 21:10:34 now."])
+    assert finding.status == "warn" and finding.data["offset"] == 24 and "a date at offset 24" in finding.found
+    assert volatile.check(["You are an agent."]).status == "unknown"
+
+
+@given(st.text(max_size=50), st.text(max_size=50))
+def test_property_differs(a: str, b: str) -> None:
+    """Everything before the offset is equal, and nothing equal is cut off."""
+    k = volatile.differs(a, b)
+    assert a[:k] == b[:k] and (k == min(len(a), len(b)) or a[k] != b[k])
+
+
+async def test_renders(tmp_path: Path) -> None:
+    """Files and commands give texts; what fails is a wrong option."""
+    file, count = tmp_path / "a.txt", tmp_path / "count"
+    file.write_text("hello")
+    command = f"echo x >> {count}; wc -l < {count}"
+    texts = await volatile.renders([file, file], command, pause_s=0)
+    assert texts[:2] == ["hello", "hello"] and [t.strip() for t in texts[2:]] == ["1", "2"]
+    with pytest.raises(ConfigurationError, match="--prompt .*nowhere: No such file"):
+        await volatile.renders([tmp_path / "nowhere"], None)
+    with pytest.raises(ConfigurationError, match="--prompt-command 'echo no >&2; exit 3': exit code 3: no"):
+        await volatile.renders([], "echo no >&2; exit 3", pause_s=0)
+
+
+# --- events
+
+
+def write(tmp_path: Path, *rows: Any) -> Path:
+    """A file of JSON lines."""
+    file = tmp_path / "events.jsonl"
+    file.write_text("".join((r if isinstance(r, str) else json.dumps(r, default=str)) + "\n" for r in rows))
+    return file
+
+
+def by_name(found_: list[Finding]) -> dict[str, Finding]:
+    """Findings by name."""
+    return {f.name: f for f in found_}
+
+
+def test_events_split_ttft_by_rewrites(tmp_path: Path) -> None:
+    """A turn after a rewrite of its own session is a rewritten one; percentiles are of each kind."""
+    rows: list[Any] = []
+    for k in range(20):
+        rows += [{"name": "turn", "session": "a", "ttft_ms": 100 + k}, {"name": "turn", "session": "b", "ttft_s": 0.1}]
+        if k % 5 == 0:
+            rows += [{"name": "view.committed", "session": "a", "data": {"how": "ready"}}]
+            rows += [{"name": "lookahead.committed", "session": "a", "data": {}}, {"session": "a", "ttft_s": 4.0}]
+    seen = by_name(log.check(log.read(write(tmp_path, *rows, "no json", ""))))
+    assert seen["transform points"].found == "4 rewrites are logged; 1 of 53 lines are no JSON"
+    split = seen["TTFT by turn"]
+    assert split.status == "warn" and split.data["rewritten"] == {"turns": 4, "p50_s": 4.0, "p95_s": 4.0}
+    assert split.data["ordinary"]["turns"] == 40 and split.effect_s == pytest.approx(4.0 - 0.117)
+
+
+def test_events_as_a_runtime_writes_them(tmp_path: Path) -> None:
+    """The events of a runtime, written as the advice says: reasons, and the cached share of background calls."""
+    usage = Usage(input_tokens=1000, output_tokens=50, cached_tokens=900, calls=1)
+    events = [
+        Event(name="lookahead.discarded", time=1.0, session="a", tenant="t", data={"reason": "branch_diverged"}),
+        Event(name="usage", time=2.0, session="a", tenant="t", data={"transform": "summarize", "usage": usage}),
+        Event(name="fallback.applied", time=3.0, session="a", tenant="t", data={"discard": "Immediate()"}),
+    ]
+    seen = by_name(log.check(log.read(write(tmp_path, *(dataclasses.asdict(e) for e in events)))))
+    assert seen["transform points"].status == "ok" and seen["TTFT by turn"].status == "unknown"
+    assert seen["discard policy"].found == "Immediate(); discarded: branch_diverged 1"
+    assert seen["summary prompt"].status == "ok" and seen["summary prompt"].data["cached_share"] == 0.9
+    # a log handler that writes objects as their repr
+    row = {"event": "usage", "session": "a", "usage": dataclasses.replace(usage, cached_tokens=100)}
+    assert by_name(log.check(log.read(write(tmp_path, row))))["summary prompt"].status == "warn"
+
+
+def test_events_that_say_nothing(tmp_path: Path) -> None:
+    """Without events, or with none of ours, each question has its advice."""
+    for given_ in (
+        None,
+        log.read(write(tmp_path, 3, [], {"x": 1}, {"ttft_s": "fast", "name": None}, {"ttft_s": True})),
+    ):
+        seen = by_name(log.check(given_))
+        assert all(f.advice and f.status in ("unknown", "bad") for f in seen.values())
+        assert {"transform points", "discard policy", "summary prompt"} <= set(seen)
+    with pytest.raises(ConfigurationError, match="--events .*: No such file"):
+        log.read(tmp_path / "nowhere")
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.floats(0.01, 1.0))
+def test_property_percentile(values: list[float], share: float) -> None:
+    """It is one of the values, with that share of them at or below it."""
+    value = log.percentile(values, share)
+    assert value in values and sum(v <= value for v in values) >= share * len(values) - 1e-6
+
+
+# --- positions
+
+
+def test_positions_by_files(tmp_path: Path) -> None:
+    """The model's own file is believed before its name."""
+    gguf = tmp_path / "gpt2.gguf"
+    gguf.write_bytes(b"GGUF" + struct.pack("<I", 3) + b"gemma3.rope.freq_base" + bytes(8))
+    finding = positions.check("gpt2", {"model_path": str(gguf)})
+    assert finding.data == {"positions": "rope", "by": "the model's own file"}
+    for config, kind in (
+        ({"rope_theta": 10000.0}, "rope"),
+        ({"text_config": {"rope_parameters": {"rope_type": "default"}}}, "rope"),
+        ({"n_positions": 1024}, "absolute"),
+        ({"alibi": True}, "alibi"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert positions.check("x", {"root": str(tmp_path)}).data["positions"] == kind
+    (tmp_path / "config.json").write_text("{")
+    assert positions.check("x", {"root": str(tmp_path)}).status == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "rope"),
+        ("Qwen/Qwen3-8B", "rope"),
+        ("/models/gemma-3-270m-q4_k_m.gguf", "rope"),
+        ("openai-community/gpt2", "absolute"),
+        ("facebook/opt-125m", "absolute"),
+        ("bigscience/bloom-560m", "alibi"),
+        ("my-finetune", None),
+    ],
+)
+def test_positions_by_name(model: str, kind: str | None) -> None:
+    """Known families are known by name; another one is unknown, not guessed."""
+    finding = positions.check(model, {})
+    assert finding.data.get("positions") == kind and (finding.status == "unknown") == (kind is None)
+    assert bool(finding.advice) == (kind == "absolute")
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def engine() -> Generator[EmbeddedEngine]:
+    """A real llama.cpp server, asked over HTTP as any other."""
+    with asyncio.Runner() as runner:
+        server = EmbeddedEngine(find_weights(), context_window=1024, slots=2, start_timeout_s=300.0)
+        runner.run(server.start())
+        runner.run(server.disconnect())
+        yield server
+        runner.run(server.aclose())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs the extra 'local'")
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_a_real_server(
+    engine: EmbeddedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured over HTTP: flavour, cache, kept head, slots, metrics, positions; the table and the JSON agree."""
+    assert engine._child is not None
+    monkeypatch.setenv("DOCTOR_KEY", engine._child.key)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for k, file in enumerate(files):
+        file.write_text(f"You are an agent. Now: 12:00:0{k}. " + "Rules. " * 100)
+    events = write(tmp_path, {"name": "view.committed", "session": "s"})
+    out = tmp_path / "doctor.json"
+    arguments = ["doctor", engine.root, "--api-key-env", "DOCTOR_KEY", "--tokens", "200", "--repeats", "1"]
+    arguments += ["--prompt", str(files[0]), "--prompt", str(files[1]), "--events", str(events), "--json", str(out)]
+    assert main(arguments) == 0
+    shown_, data = capsys.readouterr(), json.loads(out.read_text())
+    seen = {f["name"]: f for f in data["findings"]}
+    assert data["capabilities"]["flavour"] == "llama.cpp" and data["capabilities"]["slots"] == 2
+    assert data["capabilities"]["context_window"] == 1024 and data["capabilities"]["cached_tokens"] is True
+    for name in ("prefix cache", "changed middle", "cache reports", "metrics", "slots", "transform points"):
+        assert seen[name]["status"] == "ok", seen[name]
+    assert seen["positions"]["data"] == {"positions": "rope", "by": "the model's own file"}
+    assert seen["volatile prefix"]["data"]["offset"] == 30 and seen["volatile prefix"]["effect_s"] > 0
+    cache = seen["prefix cache"]["data"]
+    assert cache["cached_tokens"] >= cache["tokens"] - 2 and 120 < cache["tokens"] < 330
+    assert "llama.cpp" in shown_.out and "What to change, in order of effect:" in shown_.out
+    assert shown_.err.startswith("... asking the server") and "... " not in shown_.out
+
+
+def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is one line that names the option, before anything is measured."""
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    for arguments, text in (
+        (["--tokens", "3"], "--tokens 3: expected a whole number of at least 64"),
+        (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: this environment variable is not set"),
+        (["--json", str(tmp_path / "no" / "x.json")], "the folder"),
+        (["--events", str(tmp_path / "no.jsonl")], "No such file"),
+        (["--prompt", str(tmp_path / "no.txt")], "No such file"),
+    ):
+        assert main(["doctor", "http://127.0.0.1:9", *arguments]) == 1
+        assert text in capsys.readouterr().err
+    assert main(["doctor", "nonsense"]) == 1
+    assert "base_url='nonsense'" in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """A closed port is one line."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        assert main(["doctor", url, "--model", "m"]) == 1
+    assert "is the server running there?" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help says what is measured, what it costs, and shows examples."""
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for part in ("prefix cache", "headroom", "--prompt-command", "--events", "TOKENS x REPEATS", "examples:"):
+        assert part in text
+
+
+async def test_promise_11_ctrl_c_ends_it_cleanly() -> None:
+    """Interrupted in the middle of a measurement: exit code 130, one line, no traceback."""
+    asked = asyncio.Event()
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            line = await reader.readline()
+            if b"/chat/completions" in line:
+                asked.set()
+                await reader.read()
+            else:
+                writer.write(b"HTTP/1.1 404 X\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "smoothctx", "doctor", url, "--model", "m", stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        with anyio.fail_after(120):
+            await asked.wait()
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        server.close()
+    assert process.returncode == 130 and out == b""
+    assert b"Traceback" not in err and err.rstrip().endswith(b"interrupted")
