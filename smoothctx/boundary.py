@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
+from . import verdict
+from .choice import choose, losers
 from .conversation import Conversation
-from .cuts import plan
+from .cuts import plan, shown_tokens
+from .errors import HandleNotReady, StaleHandle
 from .follow import Following
 from .handle import LookaheadHandle
 from .handles import Handles
 from .history import Change
+from .judging import Judging
 from .lane import Lane
 from .launch import Launcher
+from .rules import BreakEven
 from .serving import Serving
 from .shelf import Shelf
-from .states import WORKING, HandleState, Reason
+from .states import FINAL, WORKING, HandleState, Reason
 from .trigger import Trigger, keep_of
-
-#: a result that came too late for the tail makes way for a longer run again when the view has grown by this factor
-RECUT_GROWTH = 1.25
+from .view import Artifact
 
 
 @final
@@ -36,6 +40,7 @@ class Boundary:
         launcher: Launcher,
         serving: Serving,
         lane: Lane | None,
+        judging: Judging | None,
     ) -> None:
         self._conversation = conversation
         self._handles = handles
@@ -45,8 +50,10 @@ class Boundary:
         self._launcher = launcher
         self._serving = serving
         self._lane = lane
-        # tokens of the view when a result was last dropped because the tail had outgrown it; 0: none since a commit
-        self._outgrown = 0
+        self._judging = judging
+        self._outgrown = False  # the last result was dropped because the tail had outgrown it
+        # What the turns added, as they showed it, up to the message where the last one began.
+        self._known = self._grown = 0
 
     def decide(self, messages: Sequence[Any], waited: float | None) -> list[Any] | LookaheadHandle:
         """One turn boundary. ``waited`` is None the first time: then it may return a handle to wait for."""
@@ -58,6 +65,8 @@ class Boundary:
             change = None
         branch = conversation.branch
         if branch.fits(policy):
+            if self._judging is not None:
+                self._judging.look(messages)
             self._commit_ready(messages, at_limit=False)
             if waited is None:
                 self._trigger.consider(messages, change)
@@ -67,7 +76,9 @@ class Boundary:
             if branch.fits(policy) or waited is None:
                 self._trigger.consider(messages, None)
             return self._following.sent(messages)
-        if policy.overrun == "promote" and waited is None:
+        if policy.lag is not None:  # no turn ever waits for the summary
+            self._trigger.consider(messages, None)
+        elif policy.overrun == "promote" and waited is None:
             handle = self._trigger.consider(messages, None, due=True)
             if handle is not None and handle.state in WORKING and self.patience(handle) > 0:
                 handle.promote()
@@ -75,8 +86,55 @@ class Boundary:
         self._fall_back(messages, waited or 0.0)
         return self._following.sent(messages)
 
+    def commit(self, handle: LookaheadHandle, messages: Sequence[Any]) -> list[Any]:
+        """What ``handle.commit`` does.
+
+        Raises:
+            HandleNotReady: without a result.
+            StaleHandle: when the result does not fit these messages.
+        """
+        conversation = self._conversation
+        self._following.sync(messages)
+        branch, artifact = conversation.branch, self._choose(handle, messages)
+        if handle.flight.opening is not None:
+            made, chain = handle.flight.plan, branch.history.chain
+            if made.end >= len(chain) or chain[made.end] != made.end_digest:
+                self._handles.drop(handle, Reason.DIGEST_MISMATCH)
+                raise StaleHandle(
+                    f"lookahead {handle.id} does not fit these messages: the history up to message {made.end} "
+                    "is not the one that the opening was made from"
+                )
+            if handle.state not in FINAL:
+                self._handles.committed(handle, None, how="ready", saved=0)
+            return list(handle.flight.opening)
+        if artifact is None:
+            raise HandleNotReady(f"lookahead {handle.id} has no result")
+        if handle.state is HandleState.COMMITTED:
+            if not any(a.artifact.key == artifact.key for a in branch.applied):
+                raise StaleHandle(f"lookahead {handle.id} was committed and is not part of this branch any more")
+            return branch.project(messages)
+        if handle.state is not HandleState.READY:  # the messages are of another branch, or its base was replaced
+            raise StaleHandle(f"lookahead {handle.id} was dropped with its branch ({handle.reason})")
+        refusal = branch.refusal(artifact)
+        if refusal is not None:
+            self._handles.drop(handle, refusal)
+            raise StaleHandle(
+                f"lookahead {handle.id} does not fit these messages ({refusal}): the history up to message "
+                f"{artifact.replacement.end} is not the one it was made from, or ends there"
+            )
+        if self._lane is not None and not self._lane.affordable([artifact], messages):
+            raise StaleHandle(
+                f"lookahead {handle.id} would take the summaries of the view over "
+                f"total_tokens={self._lane.transform.total_tokens}"
+            )
+        self.apply(handle, messages, how="ready", waited=0.0)
+        return self._following.sent(messages)
+
     def patience(self, handle: LookaheadHandle) -> float:
-        """How long the turn may wait for this handle: at most ``max_wait``, nothing when it cannot make it."""
+        """How long the turn may wait for this handle: at most ``max_wait``, nothing when it cannot make it, or when an
+        earlier turn has waited for it in vain."""
+        if any(h.waited_out and h.session is handle.session for h in (handle, *handle.flight.handles)):
+            return 0.0
         max_wait = self._conversation.policy.max_wait
         remaining = handle.flight.remaining_s(self._conversation.forecast.work.value)
         return 0.0 if remaining is not None and remaining > max_wait else max_wait
@@ -84,78 +142,168 @@ class Boundary:
     def apply(self, handle: LookaheadHandle, messages: Sequence[Any], *, how: str, waited: float) -> None:
         """Make a result part of the view."""
         conversation, branch = self._conversation, self._conversation.branch
-        artifact = handle.flight.artifact
-        assert artifact is not None
+        artifact, whole = handle.artifact, handle.flight.artifact
+        assert artifact is not None and whole is not None
         if any(a.artifact.key == artifact.key for a in branch.applied):  # another handle of it was faster
             receipt = next((r for r in reversed(conversation.receipts) if r.key == artifact.key), None)
             self._handles.committed(handle, receipt, how=how, saved=0)
             return
-        before = branch.tokens
+        before, expected = branch.tokens, verdict.of_commit(conversation, [artifact], messages)
         branch.apply(artifact, messages)
-        self._outgrown = 0
+        self._outgrown = False
+        self._keep_pace(handle)
         self._shelf.commit(artifact)
         handle.move(HandleState.COMMITTED)
         self._serving.committed(artifact)
+        if artifact is not whole:
+            self._launcher.save(artifact)  # another process commits what was chosen here
+            if not (handle.flight.accounted or handle.flight.from_store):
+                conversation.runtime.tally.wasted(losers(whole, artifact, handle.flight.usage))
         self._launcher.name(artifact)
-        receipt = conversation.receipt(artifact, how, before, waited, handle.flight.usage)
+        receipt = conversation.receipt(artifact, how, before, waited, handle.flight.usage, expected)
+        if self._judging is not None:
+            self._judging.committed(handle)
         self._handles.committed(handle, receipt, how=how, saved=before - branch.tokens)
+        if artifact is not whole and not artifact.warm:  # another one was preloaded
+            self._serving.discarded(*handle.flight.keys)
+
+    def _choose(self, handle: LookaheadHandle, messages: Sequence[Any]) -> Artifact | None:
+        """The handle's result; of several candidates the one that fits what has happened since."""
+        whole = handle.flight.artifact
+        if handle.state in FINAL or whole is None or not whole.alternatives:
+            return handle.artifact
+        chosen = choose(self._conversation, whole, handle, messages)
+        handle.chosen = replace(chosen, warm=whole.warm and self._serving.preloaded(chosen))
+        return handle.chosen
+
+    def _keep_pace(self, handle: LookaheadHandle) -> None:
+        """Commits stay rare: one that had to come soon after another is an event."""
+        conversation = self._conversation
+        if handle.explicit:
+            return
+        if conversation.pace.crowded and conversation.policy.lag is None:
+            conversation.emit("commit.crowded", handle=handle.id, turns=conversation.pace.since_commit)
+        conversation.pace.committed()
+
+    def rest(self, messages: Sequence[Any]) -> None:
+        """No turn came for a while: what can be decided is, and what can be prepared begins.
+
+        ``messages`` are those of the last observe; the next boundary sends what is decided here.
+        """
+        branch = self._conversation.branch
+        if branch.history.unchanged(messages) and branch.fits(self._conversation.policy):
+            self._commit_ready(messages, at_limit=False)
+            self._trigger.consider(messages, None, resting=True)
 
     def _begin(self, messages: Sequence[Any]) -> None:
         """What is done once per turn, before anything is decided."""
         conversation, branch = self._conversation, self._conversation.branch
+        conversation.pace.begin()
         restored, self._shelf.restored = self._shelf.restored, False
         if restored:  # of an earlier process, or of the session it forked from
             self._shelf.salvage(messages, branch.tokens)
             branch.recalibrate()
-        conversation.forecast.boundary(conversation.runtime.now(), branch.history.tokens[-1])
         if conversation.policy.max_message_tokens is not None:
             self._offload_entries(messages, conversation.policy.max_message_tokens)
+        known, self._known = min(self._known, len(branch.history)), len(branch.history)
+        self._grown += shown_tokens(branch.history, branch.edits, known)
+        conversation.forecast.boundary(conversation.runtime.now(), self._grown)
 
     def _commit_ready(
         self, messages: Sequence[Any], *, at_limit: bool, how: str = "ready", waited: float = 0.0
     ) -> None:
-        handles = self._handles.all()
+        handles, lags = self._handles.all(), self._conversation.policy.lag is not None
         if self._lane is not None:
-            for handle in self._lane.commit(messages, self._handles.drop, at_limit=at_limit):
-                self.apply(handle, messages, how=how, waited=waited)
+            accepts = None if self._judging is None or at_limit else self._judging.accepts
+            chosen = self._lane.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
+            if at_limit or self._blocks_pay(chosen, messages):
+                for handle in chosen:
+                    self.apply(handle, messages, how=how, waited=waited)
             handles = self._handles.explicit[:]
         for handle in handles:
-            artifact = handle.flight.artifact
-            usable = handle.state is HandleState.READY or (at_limit and handle.state in WORKING)
+            artifact = self._choose(handle, messages)
+            early = at_limit or lags  # a preload that still goes on is not waited for
+            usable = handle.state is HandleState.READY or (early and handle.state in WORKING)
             if artifact is None or not usable or handle.flight.plan.opening:
                 continue
             refusal = self._conversation.branch.refusal(artifact)
             if refusal is not None:
                 self._handles.drop(handle, refusal)
-            elif self._lane is not None and not self._lane.affordable(artifact):
+            elif self._lane is not None and not self._lane.affordable([artifact], messages):
                 continue
-            elif at_limit or handle.explicit or self._pays(handle, messages):
+            elif at_limit or handle.explicit or (self._pays(handle, messages) and self._faithful(handle, messages)):
                 self.apply(handle, messages, how=how, waited=waited)
+
+    def _faithful(self, handle: LookaheadHandle, messages: Sequence[Any]) -> bool:
+        """Does the policy's judge, if it has one, let this be committed?"""
+        return self._judging is None or self._judging.accepts(handle, messages)
 
     def _pays(self, handle: LookaheadHandle, messages: Sequence[Any]) -> bool:
         """Is a ready result to be committed below the hard limit? If a longer run is worth more, it is dropped."""
-        branch, policy, artifact = self._conversation.branch, self._conversation.policy, handle.flight.artifact
+        branch, policy, artifact = self._conversation.branch, self._conversation.policy, handle.artifact
         if policy.commit == "hard_limit" or artifact is None:
+            return False
+        if policy.lag is not None:
+            return self._in_step(handle, messages, policy.lag)
+        if self._conversation.pace.crowded:
             return False
         weighed = branch.weigh(artifact, messages)
         size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
         pays = artifact.warm or weighed.saved >= weighed.rebilled  # promise 9: the others wait
         recut = policy.reached(*size) and not artifact.warm and self._recut_helps(handle, pays=pays)
         if recut or policy.over(policy.hard_limit, *size):
-            self._outgrown = branch.tokens
+            self._outgrown = True
             self._handles.drop(handle, Reason.SUPERSEDED)  # the tail outgrew it: the next run covers more
             return False
-        return pays
+        return self._breaks_even([handle], messages) and pays
+
+    def _in_step(self, handle: LookaheadHandle, messages: Sequence[Any], k: int) -> bool:
+        """``KStepOff``: at most once in ``k`` turns, and warm if that takes no more than ``k`` turns more."""
+        pace, artifact = self._conversation.pace, handle.artifact
+        if artifact is None or pace.committed_within(k):
+            return False
+        branch, policy = self._conversation.branch, self._conversation.policy
+        weighed = branch.weigh(artifact, messages)
+        if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
+            return False  # it would bring back more than a fallback has dropped
+        if handle.state is HandleState.READY and (artifact.warm or handle.flight.preload is None):
+            return True
+        return pace.cold(handle.id) >= k
+
+    def _blocks_pay(self, chosen: Sequence[LookaheadHandle], messages: Sequence[Any]) -> bool:
+        """Are finished blocks to be committed below the hard limit?"""
+        pace, k = self._conversation.pace, self._conversation.policy.lag
+        if pace.crowded if k is None else pace.committed_within(k):
+            return False
+        return self._breaks_even(chosen, messages)
+
+    def _breaks_even(self, handles: Sequence[LookaheadHandle], messages: Sequence[Any]) -> bool:
+        """``BreakEven``: does it pay? What never can, and is not needed at the limit either, is dropped."""
+        conversation, rule = self._conversation, self._conversation.policy.commit
+        if not isinstance(rule, BreakEven):
+            return True
+        artifacts = [a for a in (h.artifact for h in handles) if a is not None]
+        expected = verdict.of_commit(conversation, artifacts, messages)
+        if expected is None or expected.pays:
+            return True
+        may_warm = any(h.flight.preload is not None and not a.warm for h, a in zip(handles, artifacts, strict=True))
+        if not rule.may_improve(expected) and not may_warm and not verdict.needed(conversation, rule):
+            for handle in handles:
+                self._trigger.unprofitable(handle)
+                self._handles.drop(handle, Reason.UNPROFITABLE)
+        return False
 
     def _recut_helps(self, handle: LookaheadHandle, *, pays: bool) -> bool:
         """Is a new run worth more than this result, which leaves the view above the trigger? Once in a row at most:
         where the tail outgrows every run, a late result is better than none. One that does not pay never will, though,
-        and nothing else is started while it waits: it makes way each time that the view has grown well."""
-        branch = self._conversation.branch
-        if self._outgrown and (pays or branch.tokens < self._outgrown * RECUT_GROWTH):
+        and nothing else is started while it waits: it makes way again as soon as a longer run pays."""
+        artifact = handle.flight.artifact
+        if artifact is None or (pays and self._outgrown):
             return False
-        run = self._trigger.plan(handle.transform, branch.history.tokens[-1])
-        return run is not None and run.end > handle.run.end
+        run = self._trigger.plan(handle.transform, self._conversation.branch.history.tokens[-1])
+        if run is None or run.end <= handle.run.end:
+            return False
+        return not self._outgrown or self._trigger.pays(run, artifact.tokens)
 
     def _fall_back(self, messages: Sequence[Any], waited: float) -> None:
         """Drop whole oldest segments until ``land_at``: behind what is already rewritten, else everything old."""
@@ -175,7 +323,7 @@ class Boundary:
             )
             if run is None:
                 continue
-            artifact = self._launcher.removal(run)
+            artifact = self._launcher.removal(run, messages)
             if branch.refusal(artifact) is not None:
                 continue
             weighed = branch.weigh(artifact, messages)

@@ -115,7 +115,7 @@ class Branch:
             o = a.artifact.replacement
             if o.end <= r.start or o.start >= r.end or (r.start <= o.start and o.end <= r.end):
                 continue
-            if not all(not e.messages for e in a.edits):
+            if not all(not e.messages or _is_stub(e) for e in a.edits):
                 return Reason.SUPERSEDED
         return None
 
@@ -128,14 +128,23 @@ class Branch:
         size = sum(len(e.messages) - (e.end - e.start) for a in applied for e in (*a.edits, *a.extra))
         ranges = [(a.replacement.start, a.replacement.end) for a in artifacts]
         sent = max(self.sent, *(end for _, end in ranges))
-        behind = self.history.span(min(start for start, _ in ranges), sent)
+        first = min(start for start, _ in ranges)
+        # As the new view shows it: what was offloaded on entry costs a stub, not its raw size.
+        stay = [
+            e
+            for a in applied
+            for e in (*a.edits, *a.extra)
+            if first <= e.start and e.end <= sent and not any(s <= e.start and e.end <= t for s, t in ranges)
+        ]
+        behind = self.history.span(first, sent) - sum(self.history.span(*r) for r in ranges)
+        behind += sum(e.tokens - self.history.span(e.start, e.end) for e in stay)
         return Weighed(
             after=self.scaled(self.history.tokens[-1] + delta),
             messages_after=len(self.history) + size,
             saved=self.tokens - self.scaled(self.history.tokens[-1] + delta)
             if (before, before_messages) != (delta, size)
             else 0,
-            rebilled=int((behind - sum(self.history.span(*r) for r in ranges)) * self._ratio),
+            rebilled=int(behind * self._ratio),
         )
 
     def preview(self, artifacts: Artifact | Sequence[Artifact], messages: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__
+from . import __version__, bench
 from .demo import main as demo
 from .doctor import main as doctor
 from .errors import SmoothctxError
@@ -19,6 +19,7 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"smoothctx {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    bench.add_parser(commands)
     demo.add_parser(commands)
     doctor.add_parser(commands)
     return parser

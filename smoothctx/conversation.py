@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from .branch import Branch
 from .codec import Codec
+from .cuts import shown_tokens
+from .economics import Expected
 from .errors import MessageError
 from .forecast import Forecast
+from .outcomes import Outcomes
+from .pace import Pace
 from .policy import Policy
 from .receipts import Receipt
+from .turns import turns_behind
 from .usage import Usage
 from .view import Artifact
 
@@ -25,7 +30,9 @@ MAX_RECEIPTS = 1000
 class Conversation:
     """One conversation of one tenant. Changed under its session's lock only."""
 
-    def __init__(self, runtime: Runtime, session_id: str, tenant: str, policy: Policy, codec: Codec) -> None:
+    def __init__(
+        self, runtime: Runtime, session_id: str, tenant: str, policy: Policy, codec: Codec, rates: Any = None
+    ) -> None:
         self.runtime = runtime
         self.id = session_id
         self.tenant = tenant
@@ -34,6 +41,10 @@ class Conversation:
         #: the history and what replaces it now; another one where the caller took the view for its history
         self.branch = Branch(codec, policy.token_counter)
         self.forecast = Forecast()
+        self.pace = Pace()
+        self.outcomes = Outcomes()
+        #: what the agent's engine has shown of itself
+        self.rates = rates
         self.receipts: deque[Receipt] = deque(maxlen=MAX_RECEIPTS)
         self._said: dict[str, str] = {}  # by the event's name
 
@@ -43,8 +54,22 @@ class Conversation:
         tokens = self.branch.tokens + policy.reserved_tokens
         return self.forecast.due(self.runtime.now(), tokens, policy.limit_tokens(policy.hard_limit))
 
+    def hurried(self, rate: float | None, artifact: Artifact) -> bool:
+        """Is idle time alone too little to preload the view of ``artifact`` at ``rate`` tokens per second?"""
+        history, policy = self.branch.history, self.policy
+        behind = shown_tokens(history, self.branch.edits, min(artifact.replacement.end, len(history)))
+        remaining = artifact.tokens + behind
+        limit = policy.limit_tokens(policy.hard_limit)
+        return self.forecast.hurried(rate, remaining, self.branch.tokens + policy.reserved_tokens, limit)
+
     def receipt(
-        self, artifact: Artifact, how: str, before: int, waited: float = 0.0, usage: Usage | None = None
+        self,
+        artifact: Artifact,
+        how: str,
+        before: int,
+        waited: float = 0.0,
+        usage: Usage | None = None,
+        expected: Expected | None = None,
     ) -> Receipt:
         """Write down that this boundary rewrote the view, which had ``before`` tokens."""
         receipt = Receipt(
@@ -58,9 +83,12 @@ class Conversation:
             usage=usage or Usage(),
             warm=artifact.warm,
             time=self.runtime.now(),
+            lag=turns_behind(self.branch.history, artifact.replacement.end),
+            expected=expected,
         )
         self.receipts.append(receipt)
-        self.emit("view.committed", how=how, tokens_before=before, tokens_after=receipt.tokens_after)
+        self.outcomes.committed(receipt)
+        self.emit("view.committed", how=how, tokens_before=before, tokens_after=receipt.tokens_after, lag=receipt.lag)
         return receipt
 
     def emit(self, name: str, **data: Any) -> None:

@@ -78,14 +78,16 @@ def plan(
     if not boundaries:
         return None
     tails = _Tails(history, edits)
-    kept_cost = _KeptCost(history, start)
+    kept_cost = _KeptCost(history, edits, start)
+    view, behind_start = tails.behind(0), tails.behind(start)
+    head_tokens, head_messages = view[0] - behind_start[0], view[1] - behind_start[1]
     leaving = [k for k, b in enumerate(boundaries) if tails.leaves(b, keep, policy)]
     chosen = leaving[-1] if leaving else 0
     while chosen + 1 < len(boundaries):
         tail_tokens, tail_messages = tails.behind(boundaries[chosen])
         kept_tokens, kept_messages = kept_cost.before(boundaries[chosen])
-        after = int((history.tokens[start] + kept_tokens + expected + tail_tokens) * scale) + policy.reserved_tokens
-        if not policy.over(land, after, start + kept_messages + 1 + tail_messages):
+        after = int((head_tokens + kept_tokens + expected + tail_tokens) * scale) + policy.reserved_tokens
+        if not policy.over(land, after, head_messages + kept_messages + 1 + tail_messages):
             break
         chosen += 1
     end = boundaries[chosen]
@@ -103,6 +105,11 @@ def source_tokens(history: History, edits: Sequence[Edit], run: Run) -> int:
         if run.start <= edit.start and edit.end <= run.end:
             total += edit.tokens - history.span(edit.start, edit.end)
     return total
+
+
+def shown_tokens(history: History, edits: Sequence[Edit], index: int) -> int:
+    """Tokens of the view behind message ``index`` of the history."""
+    return _Tails(history, edits).behind(index)[0]
 
 
 def fresh(edits: Sequence[Edit], run: Run) -> int:
@@ -152,11 +159,13 @@ class _Tails:
 class _KeptCost:
     """Tokens and messages that stay inside a run that starts at ``start``, by its end."""
 
-    def __init__(self, history: History, start: int) -> None:
+    def __init__(self, history: History, edits: Sequence[Edit], start: int) -> None:
         self._history, self._start = history, start
         odd = [s for s in history.segmenter.segments if s.start >= start and s.kind in ("orphan", "system")]
         self._ends = [s.end for s in odd]
-        self._tokens = list(accumulate((history.span(s.start, s.end) for s in odd), initial=0))
+        single = {e.start: e.tokens for e in edits if e.end - e.start == 1}  # such as an offloaded entry
+        costs = (sum(single.get(i, history.span(i, i + 1)) for i in range(s.start, s.end)) for s in odd)
+        self._tokens = list(accumulate(costs, initial=0))
         self._messages = list(accumulate((s.end - s.start for s in odd), initial=0))
 
     def before(self, end: int) -> tuple[int, int]:

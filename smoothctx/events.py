@@ -1,11 +1,13 @@
 """Events: everything that smoothctx does in the background, said once, to ``on_event`` and to the log.
 
 The log is the standard library's logger ``smoothctx`` through structlog: silent until the application
-configures logging. An event sink that raises never reaches the caller.
+configures logging. A line says what and why (``lookahead.failed session=s reason=failed error="..."``); the fields are
+attributes of the record as well. An event sink that raises never reaches the caller.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +15,40 @@ from typing import Any
 
 import structlog
 
+#: characters of one field and of one line in the log
+MAX_FIELD, MAX_LINE = 300, 1000
+
+
+def line(name: str, fields: Mapping[str, Any]) -> str:
+    """The event as one line of text: numbers and short texts, in the order given; structures are not spelt out."""
+    words = [name, *(f"{key}={_word(value)}" for key, value in fields.items() if _told(value))]
+    said = " ".join(words)
+    return said if len(said) <= MAX_LINE else said[: MAX_LINE - 3] + "..."
+
+
+def _told(value: object) -> bool:
+    return isinstance(value, str | bool | int | float) and value != ""
+
+
+def _word(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    text = text if len(text) <= MAX_FIELD else text[: MAX_FIELD - 3] + "..."
+    if text.isprintable() and not any(c in text for c in ' "='):
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())  # one line, whatever it says
+
+
+def _kwargs(_logger: Any, _method: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
+    fields = {key: value for key, value in event.items() if key != "event"}
+    return {"msg": line(event["event"], fields), "extra": fields}
+
+
 logging.getLogger("smoothctx").addHandler(logging.NullHandler())
 _log: Any = structlog.wrap_logger(
     logging.getLogger("smoothctx"),
-    processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+    processors=[structlog.stdlib.filter_by_level, _kwargs],
     wrapper_class=structlog.stdlib.BoundLogger,
 )
 
@@ -32,6 +64,8 @@ class Event:
 
     - ``lookahead.started``, ``lookahead.running``, ``lookahead.ready``, ``lookahead.promoted``,
       ``lookahead.committed``, ``lookahead.discarded`` (with ``reason``), ``lookahead.failed`` (with ``error``)
+    - ``lookahead.judged`` (with ``score``, ``missed``, ``faithful``), ``lookahead.unjudged`` (``why``): a judge's;
+      ``speculation.default`` (with ``why``): the first candidate was used, since the choice was of no use
     - ``view.committed`` (a receipt), ``view.salvaged``, ``view.rebased`` (rewrite mode), ``view.oversized``
     - ``fallback.applied``, ``message.offloaded``, ``nothing_to_rewrite`` (with ``why``)
     - ``usage`` (of one background job), ``preload`` (what the engine reported)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
 from .codec import Codec
+from .endpoints import EndpointFull, Endpoints, calling
 from .errors import InvalidOutput, MessageError, StoreError, TransformError
 from .states import Reason
 from .store import Store
-from .transforms.base import Rewrite, Transform, TransformRequest
+from .transforms.base import Rewrite, Transform, TransformRequest, fingerprint
 from .transforms.validators import NotSmaller, validate
 from .usage import Usage
 from .view import Artifact, Edit, Replacement, Unit, align
@@ -95,6 +97,7 @@ class Flight:
     raw: Callable[[TransformRequest], Awaitable[TransformRequest]] | None = None
     save: Callable[[Artifact], None] | None = None
     preload: Callable[[Artifact], Awaitable[bool]] | None = None
+    endpoints: Endpoints | None = None
     handles: list[LookaheadHandle] = field(default_factory=list)
     work: Work | None = None
     artifact: Artifact | None = None
@@ -121,11 +124,11 @@ class Flight:
             with anyio.fail_after(plan.timeout_s):
                 if self.raw is not None:
                     request = await self.raw(request)
-                rewrite = await self.executor.execute(plan.transform, request)
+                with self._calling():
+                    rewrite = await self.executor.execute(plan.transform, request)
             plan.check_unedited()
             self.usage = spent + rewrite.usage
-            validate(request, rewrite, plan.validators)
-            self.artifact = self._artifact(rewrite)
+            self.artifact = self._artifact(request, rewrite)
             if self.save is not None:  # before anybody can commit it: what an index names has to be there
                 self.save(self.artifact)
         for handle in list(self.handles):
@@ -134,6 +137,15 @@ class Flight:
             warm = await self.preload(self.artifact)
             self.artifact = replace(self.artifact, warm=warm)
         return self.artifact
+
+    def _calling(self) -> AbstractContextManager[None]:
+        """Whose model calls these are, for the lanes of the endpoints."""
+        if self.endpoints is None:
+            return nullcontext()
+        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self._urgent)
+
+    def _urgent(self) -> bool:
+        return any(handle.promoted for handle in list(self.handles))
 
     def _spend(self, usage: Usage) -> None:
         """One call's usage as it ends: it counts even if the transform fails afterwards."""
@@ -151,7 +163,35 @@ class Flight:
         spent = 0.0 if self.started_at is None else self.clock() - self.started_at
         return max(0.0, usual - spent)
 
-    def _artifact(self, rewrite: Rewrite) -> Artifact:
+    @property
+    def keys(self) -> list[str]:
+        """Of its result, and of the candidates in it."""
+        candidates = self.artifact.alternatives if self.artifact is not None else ()
+        return [self.plan.key, *(a.key for a in candidates if a is not None)]
+
+    def _artifact(self, request: TransformRequest, rewrite: Rewrite) -> Artifact:
+        """What passed the checks; of several candidates those that did."""
+        plan = self.plan
+        if not rewrite.alternatives:
+            validate(request, rewrite, plan.validators)
+            return self._made(rewrite, plan.key)
+        made: list[Artifact | None] = []
+        failed: InvalidOutput | None = None
+        for k, candidate in enumerate(rewrite.alternatives):
+            made.append(None)
+            if candidate is None:
+                continue
+            try:
+                validate(request, candidate, plan.validators)
+                made[k] = self._made(candidate, fingerprint("candidate", {"of": plan.key, "index": k}))
+            except InvalidOutput as error:
+                failed = failed or error
+        first = next((a for a in made if a is not None), None)
+        if first is None:
+            raise failed or InvalidOutput(f"{plan.transform.name}: no candidate has a result")
+        return replace(first, key=plan.key, usage=rewrite.usage, alternatives=tuple(made))
+
+    def _made(self, rewrite: Rewrite, key: str) -> Artifact:
         plan = self.plan
         if plan.opening:
             self.opening = tuple(rewrite.messages)
@@ -168,7 +208,7 @@ class Flight:
                 f"min_savings asks for {plan.min_savings:.0%}"
             )
         return Artifact(
-            key=plan.key,
+            key=key,
             transform=plan.transform.name,
             replacement=Replacement(
                 start=plan.start,
@@ -186,6 +226,8 @@ class Flight:
     async def _stored(self) -> Artifact | None:
         """What another process or an earlier run left under this key. A store's failure is not ours."""
         if self.store is None or self.plan.transform.fingerprint is None or self.plan.opening:
+            return None
+        if self.plan.request.missed is not None:  # what is there was refused
             return None
         try:
             with anyio.move_on_after(1.0):
@@ -215,6 +257,8 @@ def reason_of(error: Exception) -> Reason:
         return Reason.NOT_SMALLER
     if isinstance(error, InvalidOutput):
         return Reason.INVALID_OUTPUT
+    if isinstance(error, EndpointFull):
+        return Reason.QUEUE_FULL
     if isinstance(error, Edited):
         return Reason.DIGEST_MISMATCH
     if isinstance(error, TimeoutError):
@@ -224,24 +268,25 @@ def reason_of(error: Exception) -> Reason:
 
 def dump_artifact(codec: Codec, artifact: Artifact) -> bytes:
     """An artifact as JSON, for a store."""
+    return json.dumps({"v": 1, "codec": codec.name, **_dumped(codec, artifact)}).encode()
+
+
+def _dumped(codec: Codec, artifact: Artifact) -> dict[str, Any]:
     r = artifact.replacement
-    return json.dumps(
-        {
-            "v": 1,
-            "codec": codec.name,
-            "key": artifact.key,
-            "transform": artifact.transform,
-            "start": r.start,
-            "end": r.end,
-            "start_digest": r.start_digest.hex(),
-            "end_digest": r.end_digest.hex(),
-            "edits": [
-                [e.start, e.end, e.tokens, codec.dump(e.messages).decode("utf-8", "surrogatepass")] for e in r.edits
-            ],
-            "usage": [artifact.usage.input_tokens, artifact.usage.output_tokens, artifact.usage.calls],
-            "tokens": artifact.tokens,
-        }
-    ).encode()
+    found: dict[str, Any] = {
+        "key": artifact.key,
+        "transform": artifact.transform,
+        "start": r.start,
+        "end": r.end,
+        "start_digest": r.start_digest.hex(),
+        "end_digest": r.end_digest.hex(),
+        "edits": [[e.start, e.end, e.tokens, codec.dump(e.messages).decode("utf-8", "surrogatepass")] for e in r.edits],
+        "usage": [artifact.usage.input_tokens, artifact.usage.output_tokens, artifact.usage.calls],
+        "tokens": artifact.tokens,
+    }
+    if artifact.alternatives:
+        found["alternatives"] = [None if a is None else _dumped(codec, a) for a in artifact.alternatives]
+    return found
 
 
 def load_artifact(codec: Codec, data: bytes) -> Artifact:
@@ -254,30 +299,33 @@ def load_artifact(codec: Codec, data: bytes) -> Artifact:
         d = json.loads(data)
         if d["v"] != 1 or d["codec"] != codec.name:
             raise StoreError(f"artifact of codec {d['codec']!r} version {d['v']!r} cannot be read by {codec.name!r}")
-        edits = tuple(
-            Edit(
-                start=int(s), end=int(e), tokens=int(t), messages=tuple(codec.load(m.encode("utf-8", "surrogatepass")))
-            )
-            for s, e, t, m in d["edits"]
-        )
-        start, end = int(d["start"]), int(d["end"])
-        ordered = [start, *(x for e in edits for x in (e.start, e.end)), end]
-        if start < 0 or ordered != sorted(ordered):
-            raise StoreError("artifact edits are out of order")
-        tokens_in, tokens_out, calls = d["usage"]
-        return Artifact(
-            key=str(d["key"]),
-            transform=str(d["transform"]),
-            replacement=Replacement(
-                start=start,
-                end=end,
-                start_digest=bytes.fromhex(d["start_digest"]),
-                end_digest=bytes.fromhex(d["end_digest"]),
-                edits=edits,
-            ),
-            usage=Usage(input_tokens=int(tokens_in), output_tokens=int(tokens_out), calls=int(calls)),
-            tokens=int(d["tokens"]),
-            durable=True,
-        )
+        return _loaded(codec, d)
     except (KeyError, TypeError, ValueError, AttributeError, MessageError) as error:
         raise StoreError(f"stored artifact is corrupt: {type(error).__name__}: {error}") from error
+
+
+def _loaded(codec: Codec, d: dict[str, Any]) -> Artifact:
+    edits = tuple(
+        Edit(start=int(s), end=int(e), tokens=int(t), messages=tuple(codec.load(m.encode("utf-8", "surrogatepass"))))
+        for s, e, t, m in d["edits"]
+    )
+    start, end = int(d["start"]), int(d["end"])
+    ordered = [start, *(x for e in edits for x in (e.start, e.end)), end]
+    if start < 0 or ordered != sorted(ordered):
+        raise StoreError("artifact edits are out of order")
+    tokens_in, tokens_out, calls = d["usage"]
+    return Artifact(
+        key=str(d["key"]),
+        transform=str(d["transform"]),
+        replacement=Replacement(
+            start=start,
+            end=end,
+            start_digest=bytes.fromhex(d["start_digest"]),
+            end_digest=bytes.fromhex(d["end_digest"]),
+            edits=edits,
+        ),
+        usage=Usage(input_tokens=int(tokens_in), output_tokens=int(tokens_out), calls=int(calls)),
+        tokens=int(d["tokens"]),
+        durable=True,
+        alternatives=tuple(None if a is None else _loaded(codec, a) for a in d.get("alternatives", ())),
+    )

@@ -13,6 +13,10 @@ from .pool import Outcome, TaskPool, Work
 from .states import HandleState, Reason
 from .tally import Tally
 
+#: seconds after which a lookahead may lose its slot to another one: where its session's usual duration is known,
+#: that many times of it, at least the second; otherwise ``STRAY_S``
+STRAY_TIMES, LEAST_STRAY_S, STRAY_S = 4.0, 10.0, 60.0
+
 
 @final
 class Flights:
@@ -40,7 +44,7 @@ class Flights:
                 (flight.tenant, flight.plan.key), flight
             )
 
-    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None) -> None:
+    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None, usual_s: float | None = None) -> None:
         """Add a handle to a flight, and put the flight into the queue if it is new."""
         session = handle.session
         with self._lock:
@@ -54,6 +58,7 @@ class Flights:
                     child=session.parent is not None,
                     due=due,
                     timeout_s=None,
+                    patience_s=None if usual_s is None else max(LEAST_STRAY_S, STRAY_TIMES * usual_s),
                     name=f"lookahead:{flight.plan.transform.name}:{session.id}",
                     run=flight.run,
                     on_start=lambda: self._started(flight),

@@ -13,6 +13,7 @@ from .history import Change
 from .policy import Immediate, Salvage
 from .shelf import Shelf
 from .states import WORKING, Reason
+from .turns import turns_behind
 from .view import Applied, Replacement
 
 
@@ -31,10 +32,13 @@ class Following:
     def sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> Change:
         """Take the caller's list as the history. What does not fit any more goes, what fits again comes back."""
         conversation = self._conversation
-        if self._base is not None and not conversation.branch.history.continues(messages, tail_only=tail_only):
+        before, base = conversation.branch, self._base
+        if base is not None and not before.history.continues(messages, tail_only=tail_only):
             self._rebase(messages)
         branch = conversation.branch  # after a rebase it is another one
         change, lost = branch.sync(messages, tail_only=tail_only)
+        known = change.common if branch is before or base is None else len(base)
+        conversation.pace.replied(turns_behind(branch.history, known))
         if change.error is not None:
             conversation.say("message.unreadable", str(change.error), error=str(change.error))
         else:

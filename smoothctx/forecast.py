@@ -38,7 +38,7 @@ class Forecast:
         self._idle_since: float | None = None
 
     def boundary(self, now: float, tokens: int) -> None:
-        """A turn begins with a raw history of ``tokens``."""
+        """A turn begins. ``tokens`` were added until now, in all: as they were shown when they came."""
         if self._boundary_at is not None and tokens > self._boundary_tokens:
             self.growth.add(tokens - self._boundary_tokens)
             self.turn.add(now - self._boundary_at)

@@ -17,6 +17,7 @@ from .transforms.base import Transform
 if TYPE_CHECKING:
     from .flight import Flight
     from .session import Session
+    from .view import Artifact
 
 _ids = itertools.count(1)
 
@@ -36,6 +37,12 @@ class LookaheadHandle:
         self.receipt: Receipt | None = None
         self.error: Exception | None = None
         self.promoted = False
+        #: a turn has waited for it at the hard limit for as long as it may
+        self.waited_out = False
+        #: messages that the history had when it was started: what came later is its future
+        self.snapshot = len(session.branch.history)
+        #: what the session chose among the candidates of its result, if it had any
+        self.chosen: Artifact | None = None
         self._session = session
         self._flight = flight
         self._state = HandleState.PENDING
@@ -63,6 +70,11 @@ class LookaheadHandle:
     def flight(self) -> Flight:
         """The work behind it, shared by every handle of the same artifact."""
         return self._flight
+
+    @property
+    def artifact(self) -> Artifact | None:
+        """Its result: of several candidates the chosen one; ``None`` while there is none."""
+        return self.chosen if self.chosen is not None else self._flight.artifact
 
     def done(self) -> bool:
         """Has the work ended, one way or another? (Neither pending nor running.)"""

@@ -34,18 +34,20 @@ class Handles:
         self.finishing: list[LookaheadHandle] = []
 
     @property
+    def lookaheads(self) -> list[LookaheadHandle]:
+        """The live ones of the present branch: at most one, or one per block, oldest first."""
+        if self._lane is not None:
+            return self._lane.handles
+        return [self.live] if self.live is not None and self.live.state not in FINAL else []
+
+    @property
     def lookahead(self) -> LookaheadHandle | None:
-        """The live one, unless it is final; with a transform of blocks, that of the oldest."""
-        live = self._lane.first if self._lane is not None else self.live
-        return live if live is not None and live.state not in FINAL else None
+        """The first of :attr:`lookaheads`."""
+        return next(iter(self.lookaheads), None)
 
     def all(self) -> list[LookaheadHandle]:
         """Those that may still be committed to the present branch."""
-        if self._lane is not None:
-            live = self._lane.handles
-        else:
-            live = [self.lookahead] if self.lookahead is not None else []
-        return [*live, *(h for h in self.explicit if h.state not in FINAL)]
+        return [*self.lookaheads, *(h for h in self.explicit if h.state not in FINAL)]
 
     def add(self, handle: LookaheadHandle) -> None:
         """Hold one that was scheduled explicitly; the oldest goes when there are too many."""
@@ -62,7 +64,7 @@ class Handles:
         """Discard one; work that nobody else needs is cancelled."""
         if handle.move(HandleState.DISCARDED, reason):
             self._conversation.emit("lookahead.discarded", handle=handle.id, reason=str(reason))
-            self._serving.discarded(handle.flight.plan.key)
+            self._serving.discarded(*handle.flight.keys)
             self._conversation.runtime.flights.leave(handle.flight, handle, reason)
         self._forget(handle)
 
@@ -102,7 +104,7 @@ class Handles:
         moved = handle.move(HandleState.FAILED if failed else HandleState.DISCARDED, reason, error)
         if moved and failed:
             runtime.tally.count("failed")
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
             conversation.emit("lookahead.failed", handle=handle.id, reason=str(reason), error=text)
         elif moved:
             runtime.tally.stale(reason)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .blocks import Block, Progress, cut, leading, merge
-from .cuts import Run, fresh, kept_inside, plan, safe_end, source_tokens
+from .blocks import Progress, leading, merge
+from .cuts import Run, fresh, kept_inside, plan, source_tokens
 from .handle import LookaheadHandle
 from .launch import Launcher
+from .pieces import Piece, Shown, block_of, neighbours, pieces_of, shown_of, summary_tokens
 from .serving import Serving
 from .states import FINAL, WORKING, HandleState, Reason
 from .transforms.parallel import ParallelSummarize
+from .turns import start_of_last
 from .view import Applied, Artifact
 
 if TYPE_CHECKING:
@@ -32,17 +33,12 @@ RETRY_S = 600.0
 MAX_FAILED = 256
 
 Drop = Callable[[LookaheadHandle, Reason], None]
+Accepts = Callable[[LookaheadHandle, Sequence[Any]], bool]
 Digests = tuple[bytes, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One block of the present history. ``tokens`` are those of its summary, where there is one."""
-
-    block: Block
-    progress: Progress
-    tokens: int = 0
-    handle: LookaheadHandle | None = None
+class _Edited(Exception):
+    """The caller edited the history in place: it has to be read again first."""
 
 
 class Lane:
@@ -59,6 +55,9 @@ class Lane:
         self._handles: list[LookaheadHandle] = []
         self._merging: LookaheadHandle | None = None
         self._failed: OrderedDict[Digests, tuple[int, float]] = OrderedDict()
+        self._applied: list[Applied] | None = None
+        self._of_applied: list[Shown] = []
+        self._tidied: list[Applied] | None = None  # what was applied when it was tidied last
         self._warmed = ""  # the artifact for whose view a preload was started last
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -86,70 +85,41 @@ class Lane:
         self._handles = [h for h in self._handles if h is not handle]
 
     def pieces(self, messages: Sequence[Any], *, at_limit: bool = False) -> tuple[list[Piece], int]:
-        """The blocks of the history, oldest first, and where the part begins that has not filled one yet."""
-        history = self._session.branch.history
-        limit = safe_end(history)
-        found: list[Piece] = []
-        live = [h for h in self._handles if h.state not in FINAL]
-        applied = [(a, t) for a in self._session.branch.applied if (t := self._summary_tokens(a))]
-        position = history.segmenter.lead
-        while position < limit:
-            handle = max((h for h in live if h.run.start == position), key=lambda h: h.run.end, default=None)
-            if handle is not None:  # before what is shown: a merged one takes its place
-                found.append(self._piece(handle, at_limit))
-                position = handle.run.end
-                continue
-            shown = next((x for x in applied if _range(x[0])[0] <= position < _range(x[0])[1]), None)
-            if shown is not None:
-                start, end = _range(shown[0])
-                found.append(Piece(self._block(start, end), Progress.COMMITTED, shown[1]))
-                position = end
-                continue
-            if not any(p.progress is not Progress.COMMITTED for p in found) and self._is_summary(messages, position):
-                block = self._block(position, position + 1)  # the caller's own list holds it: rewrite mode
-                found.append(Piece(block, Progress.COMMITTED, block.tokens))
-                position += 1
-                continue
-            ahead = [_range(a)[0] for a, _ in applied] + [h.run.start for h in live]
-            stop = min((s for s in ahead if s > position), default=limit)
-            size = self.transform.block_tokens
-            for block in cut(history.segmenter.segments, history.tokens, size, start=position, end=min(stop, limit)):
-                if not block.filled and stop >= limit:
-                    return found, block.start
-                given_up = self._given_up(block.start, block.end)
-                found.append(Piece(block, Progress.FAILED if given_up else Progress.WORKING))
-            position = stop
-        return found, min(position, len(history))
-
-    def _piece(self, handle: LookaheadHandle, at_limit: bool) -> Piece:
-        artifact = _result(handle, at_limit)
-        block = self._block(handle.run.start, handle.run.end)
-        if artifact is None:
-            return Piece(block, Progress.WORKING, 0, handle)
-        return Piece(block, Progress.READY, artifact.tokens, handle)
-
-    def _block(self, start: int, end: int) -> Block:
-        history = self._session.branch.history
-        tools = sum(
-            history.span(s.start, min(s.end, end))
-            for s in history.segmenter.segments[history.segmenter.at(start) or 0 :]
-            if start <= s.start < end and s.kind in ("tools", "orphan")
+        """See :func:`smoothctx.pieces.pieces_of`."""
+        return pieces_of(
+            self._session.branch,
+            messages,
+            [h for h in self._handles if h.state not in FINAL],
+            self._shown(),
+            block_tokens=self.transform.block_tokens,
+            given_up=self._given_up,
+            at_limit=at_limit,
         )
-        return Block(start, end, history.span(start, end), tools)
 
-    def _is_summary(self, messages: Sequence[Any], index: int) -> bool:
-        return self._session.codec.summary_text(messages[index]) is not None
-
-    def _summary_tokens(self, applied: Applied) -> int:
-        """Tokens of the summaries that this shows; 0 where it shows none."""
-        codec = self._session.codec
-        return sum(e.tokens for e in applied.edits if any(codec.summary_text(m) is not None for m in e.messages))
+    def _shown(self) -> list[Shown]:
+        applied = self._session.branch.applied
+        if applied is not self._applied:  # it is replaced with every change
+            self._applied, self._of_applied = applied, shown_of(self._session.branch)
+        return self._of_applied
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
-    def consider(self, messages: Sequence[Any], drop: Drop, *, due: bool = False) -> LookaheadHandle | None:
-        """Start what is filled. Returns the first live handle; with ``due`` the one that is worth waiting for."""
-        self._tidy(drop)
+    def consider(
+        self, messages: Sequence[Any], drop: Drop, sync: Callable[[Sequence[Any]], Any], *, due: bool = False
+    ) -> LookaheadHandle | None:
+        """Start what is filled. Returns the first live handle; with ``due`` the one that is worth waiting for.
+
+        ``sync`` reads the messages again: what is given to a flight must be what was digested.
+        """
+        try:
+            return self._consider(messages, drop, due)
+        except _Edited:
+            sync(messages)
+            return self._consider(messages, drop, due)
+
+    def _consider(self, messages: Sequence[Any], drop: Drop, due: bool) -> LookaheadHandle | None:
+        if self._session.branch.applied is not self._tidied:
+            self._tidy(drop)
         pieces, rest = self.pieces(messages)
         working = sum(h.state in WORKING for h in self._handles)
         for k, piece in enumerate(pieces):
@@ -157,18 +127,20 @@ class Lane:
                 continue
             if working >= self.transform.workers:
                 break
-            working += self._start(messages, piece.block, [p.block for p in pieces[: k + 1]]) is not None
+            working += self._start(messages, piece.start, piece.end, pieces[:k]) is not None
         self._merge(messages, pieces, drop)
         policy, branch = self._session.policy, self._session.branch
         reached = policy.reached(branch.tokens + policy.reserved_tokens, branch.messages)
         idle = all(p.progress in (Progress.COMMITTED, Progress.FAILED) for p in pieces) and self._merging is None
         if (reached or due) and idle:
             self._start_rest(messages, pieces, rest)
-        self._serving.follow(messages)
-        self._warm(messages, self._chosen(messages))
+        live = self.handles
+        if live:
+            self._serving.follow(messages)
+            self._warm(messages)
         if not due:
-            return self.first
-        waiting = [h for h in self.handles if h.state in WORKING]
+            return live[0] if live else None
+        waiting = [h for h in live if h.state in WORKING]
         for handle in waiting:
             handle.promote()
         merging = self._merging
@@ -176,24 +148,23 @@ class Lane:
 
     def _tidy(self, drop: Drop) -> None:
         """Drop what something else has overtaken."""
-        branch = self._session.branch
+        branch, shown = self._session.branch, self._shown()
+        self._tidied = branch.applied
         for handle in self.handles:
-            artifact = handle.flight.artifact
+            artifact, start, end = handle.flight.artifact, handle.run.start, handle.run.end
             if artifact is not None and (refusal := branch.refusal(artifact)) is not None:
                 drop(handle, refusal)
-            elif any(
-                start <= handle.run.start and handle.run.end <= end
-                for start, end in (_range(a) for a in branch.applied if self._summary_tokens(a))
-            ):
+            elif any(first <= start and end <= last for first, last, _ in shown):
                 drop(handle, Reason.SUPERSEDED)
 
-    def _start(self, messages: Sequence[Any], block: Block, upto: Sequence[Block]) -> LookaheadHandle | None:
+    def _start(self, messages: Sequence[Any], start: int, end: int, before: Sequence[Piece]) -> LookaheadHandle | None:
         history = self._session.branch.history
-        run = Run(block.start, block.end, kept_inside(history, block.start, block.end))
-        if block.end - block.start <= len(run.kept):
-            self._note(block.start, block.end, MAX_ATTEMPTS)  # all of it stays word for word
+        run = Run(start, end, kept_inside(history, start, end))
+        if end - start <= len(run.kept):
+            self._note(start, end, MAX_ATTEMPTS)  # all of it stays word for word
             return None
-        handle = self._launch(messages, run, self.transform.shares(upto)[-1])
+        share = self._shares([*((p.start, p.end) for p in before), (start, end)])[-1]
+        handle = self._launch(messages, run, share)
         self._handles.append(handle)
         if handle.state in FINAL:
             self.forget(handle)
@@ -219,13 +190,12 @@ class Lane:
             return
         source = source_tokens(branch.history, branch.edits, run)
         if (source - min(cap, source // 4)) * branch.scale >= policy.min_savings * branch.tokens:
-            block = self._block(run.start, run.end)
-            self._start(messages, block, [*(p.block for p in pieces), block])
+            self._start(messages, run.start, run.end, pieces)
 
     def _launch(self, messages: Sequence[Any], run: Run, cap: int, merged: Sequence[Artifact] = ()) -> LookaheadHandle:
         session = self._session
         if not session.branch.history.unchanged(messages):
-            raise ValueError("the history was edited in place: it has to be read again first")
+            raise _Edited
         return self._launcher.launch(
             messages,
             self.transform,
@@ -239,16 +209,20 @@ class Lane:
 
     # -- the total ---------------------------------------------------------------------------------------------------
 
-    def affordable(self, artifact: Artifact) -> bool:
-        """Would the view's summaries stay within ``total_tokens`` with this one among them?"""
-        total = self.transform.total_tokens
-        if total is None:
+    def affordable(self, artifacts: Sequence[Artifact], messages: Sequence[Any]) -> bool:
+        """Would the view's summaries stay within ``total_tokens`` with these among them?"""
+        total, branch = self.transform.total_tokens, self._session.branch
+        if total is None or not any(summary_tokens(a.replacement.edits, branch.codec) for a in artifacts):
             return True
-        r = artifact.replacement
-        codec = self._session.codec
-        own = sum(e.tokens for e in r.edits if any(codec.summary_text(m) is not None for m in e.messages))
-        kept = [a for a in self._session.branch.applied if _range(a)[0] < r.start or _range(a)[1] > r.end]
-        return not own or own + sum(map(self._summary_tokens, kept)) <= total
+        shown = branch.preview(artifacts, messages)  # which may hold summaries of the caller's own (rewrite mode)
+        return branch.history.count([m for m in shown if branch.codec.summary_text(m) is not None]) <= total
+
+    def _shares(self, runs: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens that the summary of each of these blocks may have, all there are, oldest first."""
+        history = self._session.branch.history
+        if self.transform.total_tokens is None:
+            return [self.transform.block_cap] * len(runs)
+        return self.transform.shares([block_of(history, start, end) for start, end in runs])
 
     def _aim(self) -> int | None:
         """What the summaries may have together before the oldest are merged. Without ``total_tokens`` a part of where
@@ -264,19 +238,21 @@ class Lane:
         total = self._aim()
         if total is None or self._merging is not None:
             return
-        end = self._cut(pieces)
         having = [p for p in pieces if p.progress in (Progress.COMMITTED, Progress.READY)]
-        standing = [p for p in having if p.progress is Progress.COMMITTED or p.block.end <= end]
+        if len(having) < 2 or sum(p.tokens for p in having) + min(self.transform.block_cap, total // 4) <= total:
+            return
+        end = self._cut(pieces)
+        standing = [p for p in having if p.progress is Progress.COMMITTED or p.end <= end]
         ahead = 0 if len(standing) < len(having) else self.transform.block_cap
         if sum(p.tokens for p in standing) + min(ahead, total // 4) <= total:
             return
-        group = _neighbours(standing)
-        shares = dict(zip((p.block for p in pieces), self.transform.shares([p.block for p in pieces]), strict=True))
-        allotted = [shares[p.block] for p in group]
-        count = merge([(p.block.start, p.block.end, p.tokens) for p in group], allotted, total_tokens=total)
+        group = neighbours(standing)
+        shares = dict(zip((p.start for p in pieces), self._shares([(p.start, p.end) for p in pieces]), strict=True))
+        allotted = [shares[p.start] for p in group]
+        count = merge([(p.start, p.end, p.tokens) for p in group], allotted, total_tokens=total)
         while count is not None and count <= len(group):
             chosen = group[:count]
-            start, stop = chosen[0].block.start, chosen[-1].block.end
+            start, stop = chosen[0].start, chosen[-1].end
             if not self._given_up(start, stop):
                 cap = min(self.transform.block_cap, sum(allotted[:count]), sum(p.tokens for p in chosen) // 2)
                 made = [p.handle.flight.artifact for p in chosen if p.handle is not None]
@@ -292,32 +268,43 @@ class Lane:
 
     # -- committing --------------------------------------------------------------------------------------------------
 
-    def commit(self, messages: Sequence[Any], drop: Drop, *, at_limit: bool) -> list[LookaheadHandle]:
-        """The handles that go into the view at this boundary, all of them or none, oldest first."""
-        self._tidy(drop)
+    def commit(
+        self, messages: Sequence[Any], drop: Drop, *, at_limit: bool, accepts: Accepts | None = None
+    ) -> list[LookaheadHandle]:
+        """The handles that go into the view at this boundary, all of them or none, oldest first.
+
+        ``accepts`` is asked last whether each may go.
+        """
         session = self._session
         branch, policy = session.branch, session.policy
+        reached = policy.lag is not None or policy.reached(branch.tokens + policy.reserved_tokens, branch.messages)
+        if not self._handles or not (at_limit or (reached and policy.commit != "hard_limit")):
+            return []
+        self._tidy(drop)
         chosen = self._chosen(messages, at_limit=at_limit)
         artifacts = [a for a in (h.flight.artifact for h in chosen) if a is not None]
+        while artifacts and not self.affordable(artifacts, messages):
+            chosen, artifacts = chosen[:-1], artifacts[:-1]
         if not artifacts:
             return []
         weighed = branch.weigh(artifacts, messages)
         if at_limit:
             return chosen if weighed.saved > 0 else []
-        if policy.commit == "hard_limit" or not policy.reached(branch.tokens + policy.reserved_tokens, branch.messages):
-            return []
         warm = artifacts[-1].warm
-        if weighed.saved < policy.min_savings * branch.tokens or (weighed.saved < weighed.rebilled and not warm):
+        bills = weighed.saved < weighed.rebilled and not warm and policy.lag is None
+        if weighed.saved <= 0 or weighed.saved < policy.least_savings * branch.tokens or bills:
             return []  # promise 9
         if not warm and self._serving.warming and self._warmed == artifacts[-1].key:
             return []  # its view is being preloaded: a turn later it costs less
+        if accepts is not None and not all([accepts(handle, messages) for handle in chosen]):
+            return []
         return chosen
 
     def _chosen(self, messages: Sequence[Any], *, at_limit: bool = False) -> list[LookaheadHandle]:
         """The ready blocks that lead, as far as ``keep``, ``land_at`` and ``total_tokens`` let them."""
         pieces, _ = self.pieces(messages, at_limit=at_limit)
         end = len(self._session.branch.history) if at_limit else self._cut(pieces)
-        within = [p for p in pieces if p.block.end <= end]
+        within = [p for p in pieces if p.end <= end]
         total = self.transform.total_tokens
         room = None
         if total is not None:
@@ -329,6 +316,8 @@ class Lane:
         """Up to where blocks may be committed: the latest cut that leaves ``keep``, moved on as ``land_at`` asks."""
         session = self._session
         branch, policy = session.branch, session.policy
+        if policy.lag is not None:
+            return start_of_last(branch.history, policy.lag) or 0
         run = plan(
             branch.history,
             branch.edits,
@@ -350,14 +339,16 @@ class Lane:
         """Is the trigger reached, or will it be within a turn?"""
         session = self._session
         branch, policy = session.branch, session.policy
+        if policy.lag is not None:
+            return True
         return policy.reached(branch.tokens + policy.reserved_tokens + session.growth(), branch.messages + 2)
 
-    def _warm(self, messages: Sequence[Any], chosen: Sequence[LookaheadHandle]) -> None:
+    def _warm(self, messages: Sequence[Any]) -> None:
         """Preload the view that the next boundary gives, when it is near."""
-        last = chosen[-1] if chosen else None
-        if last is None or last.state is not HandleState.READY or last.flight.artifact is None or not self.nearly():
+        if not self._serving.preloads(None) or not self.nearly():
             return
-        if self._serving.preloads(None):
+        last = next(reversed(self._chosen(messages)), None)
+        if last is not None and last.state is HandleState.READY and last.flight.artifact is not None:
             self._warmed = last.flight.artifact.key
             self._serving.grew(last, messages)
 
@@ -381,6 +372,11 @@ class Lane:
         elif reason in (Reason.FAILED, Reason.TIMEOUT, Reason.INVALID_OUTPUT) and handle.flight.started_at is not None:
             self._note_digests(digests, self._failed.get(digests, (0, 0.0))[0] + 1)
 
+    def give_up(self, handle: LookaheadHandle) -> None:
+        """Its block stays raw for a while."""
+        plan_ = handle.flight.plan
+        self._note_digests((plan_.start_digest, plan_.end_digest), MAX_ATTEMPTS)
+
     def _digests(self, start: int, end: int) -> Digests:
         chain = self._session.branch.history.chain
         return chain[start], chain[end]
@@ -396,24 +392,3 @@ class Lane:
     def _given_up(self, start: int, end: int) -> bool:
         attempts, at = self._failed.get(self._digests(start, end), (0, 0.0))
         return attempts >= MAX_ATTEMPTS and self._runtime.now() < at + RETRY_S
-
-
-def _range(applied: Applied) -> tuple[int, int]:
-    return applied.artifact.replacement.start, applied.artifact.replacement.end
-
-
-def _result(handle: LookaheadHandle, at_limit: bool) -> Artifact | None:
-    usable = handle.state is HandleState.READY or (at_limit and handle.state in WORKING)
-    return handle.flight.artifact if usable else None
-
-
-def _neighbours(pieces: Sequence[Piece]) -> list[Piece]:
-    """The oldest run of at least two that stand side by side; empty without one."""
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and group[-1].block.end != piece.block.start:
-            if len(group) > 1:
-                break
-            group = []
-        group.append(piece)
-    return group if len(group) > 1 else []

@@ -20,8 +20,10 @@ from .serving import Serving
 from .states import HandleState
 from .transforms import named_transforms
 from .transforms.base import Transform, TransformRequest, fingerprint
+from .transforms.facts import message_pins
 from .transforms.isolate import Isolate
-from .transforms.offload import Offload, offload_message, retrieve
+from .transforms.offload import Offload, offload_results, retrieve
+from .transforms.speculate import check_future
 from .transforms.validators import default_validators
 from .view import Artifact, Edit, Replacement, project, units
 
@@ -34,8 +36,8 @@ STORE_WAIT = 0.010
 #: seconds that a model's ``retrieve`` waits for the store at most, and what it reads then
 RETRIEVE_WAIT = 30.0
 UNREADABLE = "error: the offloaded content cannot be read right now"
-#: seconds that one transform may take, retries included
-TIMEOUT = 300.0
+#: seconds that reading what another process left may take in the background
+RECOVERY_S = 300.0
 #: tokens of an offloaded entry's preview
 PREVIEW_TOKENS = 64
 #: artifacts that a session's index in the store names
@@ -74,6 +76,7 @@ class Launcher:
                 raise ConfigurationError(
                     f"{', '.join(options)}: options go with a kind given by name, not with a transform"
                 )
+            check_future("kind", kind)
             return kind
         own = self._session.policy.transform
         members: list[Transform] = [own, *getattr(own, "transforms", ())]
@@ -169,6 +172,7 @@ class Launcher:
                 store=runtime.store,
                 executor=runtime.executor,
                 clock=runtime.now,
+                endpoints=runtime.endpoints,
                 raw=self._archive.loader(transform, run),
                 save=None if opening else self.save,
             )
@@ -177,7 +181,7 @@ class Launcher:
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._serving.follow(messages)
-        runtime.flights.join(flight, handle, due=due)
+        runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s)
         return handle
 
     def _plan(
@@ -208,12 +212,13 @@ class Launcher:
             earlier_summary=earlier,
             pins=session.pins,
             live_tasks=session.tasks,
-            deadline=runtime.now() + TIMEOUT,
+            deadline=runtime.now() + policy.timeout,
             tenant=session.tenant,
             session_id=session.id,
             store=runtime.store,
             context_tokens=policy.context_window,
             max_tokens=cap,
+            missed=session.missed(history.chain[run.start]),
             options=self._serving.aligned(transform),
         )
         # What the run costs the view now, whatever the transform reads.
@@ -232,17 +237,34 @@ class Launcher:
             end_digest=history.chain[run.end],
             source_tokens=spent,
             view_tokens=shown_tokens if cap is None else spent,
-            min_savings=policy.min_savings,
+            min_savings=policy.least_savings,
             validators=(*default_validators(), *policy.validators),
             count=history.count,
-            timeout_s=TIMEOUT,
+            timeout_s=policy.timeout,
             opening=opening,
         )
 
-    def removal(self, run: Run) -> Artifact:
-        """A local artifact that removes a run (the fallback): it needs no model and cannot fail."""
+    def removal(self, run: Run, messages: Sequence[Any]) -> Artifact:
+        """A local artifact that removes a run (the fallback): it needs no model and cannot fail.
+
+        Texts that were pinned with ``session.pin`` and would stand nowhere any more come as a note in its place.
+        """
+        session = self._session
+        bare = self._removal(run, ())
+        if not session.pins or session.branch.refusal(bare) is not None:
+            return bare
+        view = session.branch.preview(bare, messages[: len(session.branch.history)])
+        carried = {*message_pins(view, session.codec)}
+        texts = [session.codec.text(m) for m in view]
+        lost = [p for p in session.pins if p not in carried and not any(p in t for t in texts)]
+        return self._removal(run, lost) if lost else bare
+
+    def _removal(self, run: Run, pins: Sequence[str]) -> Artifact:
         history = self._session.branch.history
         edits: list[Edit] = []
+        if pins:
+            note = (self._session.codec.user("\n".join(f"<pin>{p}</pin>" for p in pins)),)
+            edits.append(Edit(start=run.start, end=run.start, messages=note, tokens=history.count(note)))
         position = run.start
         for index in [*sorted(run.kept), run.end]:
             if index > position:
@@ -253,11 +275,12 @@ class Launcher:
         )
 
     def entry(self, message: Any, index: int) -> Artifact | None:
-        """One oversized tool result as a local offload; its content goes to the store in the background."""
+        """What is oversized among a message's results as a local offload; its content goes to the store in the
+        background."""
         session = self._session
         limit = session.policy.max_message_tokens or 0
         own = self.offload()
-        made = offload_message(
+        made = offload_results(
             message,
             session.codec,
             max_tokens=limit,
@@ -267,18 +290,19 @@ class Launcher:
         )
         if made is None:
             return None
-        stub, content_id, content = made
-        self._runtime.write(session.tenant, content_id, content)
+        stub, contents = made
         history = session.branch.history
         edit = Edit(start=index, end=index + 1, messages=(stub,), tokens=history.count([stub]))
-        self._runtime.events.emit(
-            "message.offloaded",
-            session=session.id,
-            tenant=session.tenant,
-            index=index,
-            id=content_id,
-            bytes=len(content),
-        )
+        for content_id, content in contents:
+            self._runtime.write(session.tenant, content_id, content)
+            self._runtime.events.emit(
+                "message.offloaded",
+                session=session.id,
+                tenant=session.tenant,
+                index=index,
+                id=content_id,
+                bytes=len(content),
+            )
         return self._local("offload", index, index + 1, (edit,), history.chain[index], history.chain[index + 1])
 
     def offload(self) -> Offload | None:
@@ -304,8 +328,15 @@ class Launcher:
     def _local(
         self, name: str, start: int, end: int, edits: tuple[Edit, ...], start_digest: bytes, end_digest: bytes
     ) -> Artifact:
+        codec = self._session.codec
         key = fingerprint(
-            name, {"start": start_digest.hex(), "end": end_digest.hex(), "edits": [[e.start, e.end] for e in edits]}
+            name,
+            {
+                "start": start_digest.hex(),
+                "end": end_digest.hex(),
+                "edits": [[e.start, e.end] for e in edits],
+                "notes": [codec.text(m) for e in edits if e.start == e.end for m in e.messages],
+            },
         )
         return Artifact(
             key=key,
@@ -334,7 +365,7 @@ class Launcher:
         """:meth:`recovered` in the background, for a turn that may not wait."""
         session = self._session
         if self._runtime.shares_artifacts:
-            self._runtime.background(f"recover:{session.id}", lambda: self._recover(TIMEOUT), session, lambda: None)
+            self._runtime.background(f"recover:{session.id}", lambda: self._recover(RECOVERY_S), session, lambda: None)
 
     async def _recover(self, within: float) -> None:
         try:
@@ -391,11 +422,11 @@ class Launcher:
         try:
             await handle.wait_result(patience)
         except TimeoutError:
-            pass
+            handle.waited_out = True
 
     def wait_for_sync(self, handle: LookaheadHandle, patience: float) -> None:
         """:meth:`wait_for` for synchronous callers."""
         try:
             handle.wait_result_sync(patience)
         except TimeoutError:
-            pass
+            handle.waited_out = True

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigurationError
+from .judge import TrajectoryJudge
+from .rules import KStepOff, Rule, check_rule
 from .transforms.base import Size, Transform, check_size
 from .transforms.isolate import Isolate
 from .transforms.keep_recent import KeepRecent
+from .transforms.speculate import check_future
 
-COMMITS = ("ready", "hard_limit")
 OVERRUNS = ("promote", "fallback", "raw")
 
 
@@ -54,11 +56,16 @@ class Policy:
         land_at: where a commit should bring the view, well under the trigger.
         context_window: the model's window in tokens; needed by every size given as a fraction.
         reserved_tokens: tokens that are not in the messages: tool schemas, the output.
-        commit: ``"ready"`` (as soon as it is ready) or ``"hard_limit"`` (raw as long as it fits).
+        commit: ``"ready"`` (as soon as it is ready), ``"hard_limit"`` (raw as long as it fits), ``KStepOff(k)`` (the
+            summary lags ``k`` turns behind) or ``BreakEven(...)`` (only when it pays).
         overrun: at the hard limit without a ready result: ``"promote"`` it and wait at most ``max_wait``
             seconds, then ``fallback``; ``"fallback"`` at once; ``"raw"`` sends what is there.
+        timeout: seconds that the transform may take for one result, retries included.
         fallback: a local transform that cannot fail.
         discard: what happens to work for a branch that is gone.
+        idle: seconds without a turn after which the session rests: a view over ``land_at`` is prepared then, and
+            what is ready is decided then, not at the next boundary (the caller's list is not touched before it).
+            ``None``: the trigger alone says when.
         min_savings: fraction of the view that a commit must save.
         max_message_tokens: a single tool result above this is offloaded on entry.
         preload_kv: ``True``, ``False`` or ``"auto"``: on for servers of one's own, off for paid APIs.
@@ -78,11 +85,13 @@ class Policy:
     land_at: Size = ("fraction", 0.40)
     context_window: int | None = None
     reserved_tokens: int = 0
-    commit: str = "ready"
+    commit: Rule = "ready"
     overrun: str = "promote"
     max_wait: float = 30.0
+    timeout: float = 300.0
     fallback: Transform = field(default_factory=KeepRecent)
     discard: Discard = field(default_factory=Salvage)
+    idle: float | None = None
     min_savings: float = 0.30
     max_message_tokens: int | None = None
     preload_kv: bool | str = "auto"
@@ -97,6 +106,7 @@ class Policy:
                     f"{option}={value!r}: expected a transform (an object with name, locality, fingerprint and "
                     f"an async apply), such as Summarize(model)"
                 )
+            check_future(option, value)
             if isinstance(value, Isolate):
                 raise ConfigurationError(
                     f"{option}=Isolate(...): it opens a sub-agent's context and cannot rewrite this one; "
@@ -112,17 +122,21 @@ class Policy:
         object.__setattr__(self, "trigger", self._triggers())
         for option in ("hard_limit", "land_at"):
             object.__setattr__(self, option, self._size(option, getattr(self, option)))
-        _one_of("commit", self.commit, COMMITS)
+        check_rule(self.commit)
         _one_of("overrun", self.overrun, OVERRUNS)
         if self.preload_kv not in (True, False, "auto"):
             raise ConfigurationError(f"preload_kv={self.preload_kv!r}: expected True, False or 'auto'")
         if not isinstance(self.discard, Salvage | Immediate | Finish):
             raise ConfigurationError(f"discard={self.discard!r}: expected Salvage(...), Immediate() or Finish()")
         _number("max_wait", self.max_wait, 0, float("inf"))
+        _number("timeout", self.timeout, 0, float("inf"))
+        _positive("timeout", self.timeout)
         _number("min_savings", self.min_savings, 0, 1)
         _number("reserved_tokens", self.reserved_tokens, 0, float("inf"))
         if self.reserved_tokens != int(self.reserved_tokens):
             raise ConfigurationError(f"reserved_tokens={self.reserved_tokens!r}: expected a whole number of tokens")
+        if self.idle is not None:
+            _number("idle", self.idle, 0, float("inf"))
         if self.max_message_tokens is not None:
             _positive("max_message_tokens", self.max_message_tokens)
         if self.token_counter is not None and not callable(self.token_counter):
@@ -132,6 +146,8 @@ class Policy:
         for validator in self.validators:
             if not callable(validator):
                 raise ConfigurationError(f"validators={validator!r}: expected callables (request, rewrite)")
+        if sum(isinstance(v, TrajectoryJudge) for v in self.validators) > 1:
+            raise ConfigurationError("validators: expected at most one TrajectoryJudge")
         self._check_order()
 
     def _triggers(self) -> tuple[Size, ...]:
@@ -171,6 +187,16 @@ class Policy:
     def same_as(self, other: Policy) -> bool:
         """Do both say the same? Transforms are compared by their fingerprints; one without is only itself."""
         return all(_alike(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    @property
+    def lag(self) -> int | None:
+        """Turns that the summary lags behind under ``KStepOff``, ``None`` under every other rule."""
+        return self.commit.k if isinstance(self.commit, KStepOff) else None
+
+    @property
+    def least_savings(self) -> float:
+        """The fraction of the view that a result must save. ``KStepOff`` goes by small steps."""
+        return self.min_savings if self.lag is None else 0.0
 
     @property
     def triggers(self) -> tuple[Size, ...]:

@@ -2,7 +2,7 @@
 
 One owner task holds a task group; a worker in it looks after each job that runs. Code that is not ours (the work
 itself, admission) runs beside the group, where it can be left behind (see :mod:`smoothctx.foreign`). A run that was
-left behind keeps its slot until it ends, so these are bounded too.
+left behind keeps its slot until it ends or becomes a stray, so these are bounded too.
 
 Every work gets exactly one :class:`Outcome`, whatever happens: to the work, to the pool, or to the loop.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 import threading
 from collections import Counter, deque
@@ -72,7 +73,7 @@ class TaskPool:
         breakers: the circuit breakers; by default 3 failures in a row make a key rest for 60 s.
         retry_budget: shared by all works.
         rng: the jitter of retries.
-        starvation_s, max_defer_s, child_share: see :class:`smoothctx.scheduler.State`.
+        starvation_s, max_defer_s, child_share, stray_s: see :class:`smoothctx.scheduler.State`.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
@@ -92,11 +93,12 @@ class TaskPool:
         starvation_s: float = 30.0,
         max_defer_s: float = 60.0,
         child_share: float = 0.5,
+        stray_s: float = math.inf,
     ) -> None:
         for option, whole in (("concurrency", concurrency), ("max_pending", max_pending)):
             if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
                 raise ConfigurationError(f"{option}={whole!r}: expected a whole number of at least 1")
-        for option, seconds in (("starvation_s", starvation_s), ("max_defer_s", max_defer_s)):
+        for option, seconds in (("starvation_s", starvation_s), ("max_defer_s", max_defer_s), ("stray_s", stray_s)):
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ConfigurationError(f"{option}={seconds!r}: expected seconds, at least 0")
         if isinstance(child_share, bool) or not isinstance(child_share, int | float) or not 0 <= child_share <= 1:
@@ -107,6 +109,7 @@ class TaskPool:
             starvation_s=starvation_s,
             max_defer_s=max_defer_s,
             child_share=child_share,
+            stray_s=stray_s,
         )
         self._now = clock
         self._on_error = on_error
@@ -257,6 +260,7 @@ class TaskPool:
         return PoolStatistics(
             queued=len(self._state.queue),
             running=len(self._live),
+            strays=len(self._state.strays),
             abandoned=len(self._worker.foreign.abandoned),
             resting=self._worker.breakers.resting(),
             submitted=self._submitted,
@@ -267,7 +271,9 @@ class TaskPool:
     def __repr__(self) -> str:
         s = self._state
         life = "ended" if self._ended else "new" if self._loop is None else "closing" if s.closed else "open"
-        return f"<TaskPool {life}, {len(self._live)}/{s.concurrency} running, {len(s.queue)}/{s.max_pending} queued>"
+        strays = f" and {len(s.strays)} strays" if s.strays else ""
+        live = sum(entry.id not in s.strays for entry in self._live)
+        return f"<TaskPool {life}, {live}/{s.concurrency}{strays} running, {len(s.queue)}/{s.max_pending} queued>"
 
     def _do(self, command: _Command) -> None:
         """Carry a command out: at once on our loop, soon from elsewhere."""
@@ -301,7 +307,15 @@ class TaskPool:
         self._entries[entry.id] = self._by_work[work] = entry
         self._submitted += 1
         lane = Lane.PROMOTED if work.promoted else Lane.LOOKAHEAD
-        job = Job(id=entry.id, tenant=work.tenant, session=work.session, child=work.child, due=work.due, lane=lane)
+        job = Job(
+            id=entry.id,
+            tenant=work.tenant,
+            session=work.session,
+            child=work.child,
+            due=work.due,
+            patience_s=work.patience_s,
+            lane=lane,
+        )
         self._step(Submit(now=self._now(), job=job))
 
     def _promote(self, work: Work, _: Reason) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .economics import Expected
 from .usage import Usage
 
 
@@ -15,7 +16,8 @@ class Receipt:
     ``"fallback"`` (local, without a model) or ``"salvaged"`` (an earlier result fits this branch).
     ``tokens_before`` and ``tokens_after`` are those of the view; ``waited_s`` is what the turn waited for us,
     in seconds; ``usage`` is what the background work cost; ``warm`` is true only where the engine reported
-    the new view as cached.
+    the new view as cached. ``lag`` is how stale it was: turns whose replies stand behind what it covers.
+    ``expected`` is what ``BreakEven`` expected of it, where it knew the rates (what came: ``session.outcomes()``).
     """
 
     how: str
@@ -28,6 +30,8 @@ class Receipt:
     usage: Usage
     warm: bool
     time: float
+    lag: int = 0
+    expected: Expected | None = None
 
     @property
     def saved_tokens(self) -> int:

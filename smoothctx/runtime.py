@@ -18,10 +18,11 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from .codec import Codec, OpenAIMessages
+from .endpoints import Endpoints
 from .errors import ClosedError, ConfigurationError, PolicyConflict
 from .events import Event, EventSink
 from .flight import Executor, LocalExecutor
-from .flights import Flights
+from .flights import STRAY_S, Flights
 from .foreground import Foreground
 from .policy import Policy
 from .pool import TaskPool, Work
@@ -31,6 +32,7 @@ from .store import Store
 from .stores import MemoryStore
 from .tally import Tally
 from .transforms.base import Transform
+from .transforms.model import is_plain
 from .writer import Writer
 
 T = TypeVar("T")
@@ -47,8 +49,12 @@ class Runtime:
         store: where artifacts and offloaded content are kept; by default in memory, bounded.
         executor: where transforms run; by default on this runtime's loop.
         admission: asked before each lookahead: ``async decide(work) -> "run" | "defer" | "skip"``.
-        concurrency: lookaheads that run at once.
+        concurrency: lookaheads that run at once. One that takes far longer than usual (60 s where that is unknown)
+            gives its slot to one that waits, and goes on; ``concurrency`` at most do so at the same time.
         max_pending: lookaheads that wait at most; more are discarded as ``queue_full``.
+        endpoint_concurrency: calls of transforms in flight to one model endpoint, of all sessions together; an
+            engine's own ``max_in_flight`` goes before it. More wait, fairly between tenants and sessions, and
+            ``max_pending`` of them at most.
         max_sessions: open sessions; beyond it the least recently used one is closed.
         session_ttl: seconds after which an unused session is closed when room is needed or on the next open.
         clock: seconds, monotonic.
@@ -66,6 +72,7 @@ class Runtime:
         admission: Any = None,
         concurrency: int = 2,
         max_pending: int = 256,
+        endpoint_concurrency: int = 8,
         max_sessions: int = 100_000,
         session_ttl: float = 86_400.0,
         clock: Callable[[], float] | None = None,
@@ -74,6 +81,7 @@ class Runtime:
         for option, value in (
             ("concurrency", concurrency),
             ("max_pending", max_pending),
+            ("endpoint_concurrency", endpoint_concurrency),
             ("max_sessions", max_sessions),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -99,6 +107,8 @@ class Runtime:
         self.shares_artifacts = store is not None
         self.store: Store = store if store is not None else MemoryStore(clock=self.now)
         self.executor: Executor = executor or LocalExecutor()
+        self.endpoints = Endpoints(concurrency=endpoint_concurrency, max_waiting=max_pending)
+        self._timers: set[asyncio.TimerHandle] = set()
         self._max_sessions = max_sessions
         self._session_ttl = session_ttl
         self._pool = TaskPool(
@@ -106,6 +116,7 @@ class Runtime:
             max_pending=max_pending,
             clock=self.now,
             admission=admission,
+            stray_s=STRAY_S,
             on_error=lambda error, where: self.events.error(error, where=where),
         )
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
@@ -151,6 +162,9 @@ class Runtime:
         await self._pool.aclose(drain=drain)
         self._close_sessions()
         self._open = False
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
         await self._writer.aclose()
         try:
             await self.store.aclose()
@@ -256,8 +270,11 @@ class Runtime:
         The keyword ``session=`` of the new function names the conversation (``"default"`` without it);
         ``options`` go to :meth:`session`. The function gets the view and its own arguments, and its result is
         returned as it is.
+
+        Raises:
+            ConfigurationError: ``fn`` is not async, or ``policy`` is no policy.
         """
-        if not callable(fn):
+        if not callable(fn) or is_plain(fn):
             raise ConfigurationError(f"wrap({fn!r}): expected an async function of the messages")
         if not isinstance(policy, Policy):
             raise ConfigurationError(f"policy={policy!r}: expected a Policy")
@@ -335,6 +352,28 @@ class Runtime:
                 on_done=lambda outcome: never() if outcome.reason is not None else None,
             )
         )
+
+    def later(self, seconds: float, call: Callable[[], None]) -> bool:
+        """Call something short on this runtime's loop, ``seconds`` from now; from any thread. Will it be called?"""
+        loop = self._loop
+        if loop is None or loop.is_closed() or self._closed:
+            return False
+
+        def due(timer: list[asyncio.TimerHandle]) -> None:
+            self._timers.difference_update(timer)
+            call()
+
+        def arm() -> None:
+            if not self._closed:
+                own: list[asyncio.TimerHandle] = []
+                own.append(loop.call_later(seconds, due, own))
+                self._timers.update(own)
+
+        try:
+            loop.call_soon_threadsafe(arm)
+        except RuntimeError:  # closed just now
+            return False
+        return True
 
     def write(self, tenant: str, key: str, value: bytes) -> None:
         """Put something into the store, in the background. Full means the oldest write is dropped, with an event."""

@@ -8,6 +8,7 @@ A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
     Submit -> waiting -> Start -> running -> Finish -> gone
                  |  ^                |  |
                  |  +---- Defer -----+  +-- Cancel: Stop is asked for, the slot is free at Finish
+                 |                      +-- runs far too long: a stray (``state.strays``), its slot is free at once
                  +-> Drop (queue_full, admission_denied, shutdown, a Cancel's reason) -> gone
 
 While fewer than ``concurrency`` jobs run, the next one is, in this order of rules:
@@ -19,6 +20,10 @@ While fewer than ``concurrency`` jobs run, the next one is, in this order of rul
 4. Fair between tenants: the tenant with the fewest running jobs, then the one whose last start is longest ago.
 5. Within a tenant: starved jobs (waiting longer than ``starvation_s``) first, the oldest of them first; then the
    earliest due (none: last); then first in, first out.
+
+A job that hangs does not hold its slot for ever: one that runs longer than its ``patience_s`` (default ``stray_s``)
+while another one could start becomes a *stray*. It goes on, and counts as running in rule 4, but holds no slot. There
+are at most ``concurrency`` strays, so at most twice that many jobs run; beyond it a job keeps its slot.
 
 The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only; and a tenant that
 waits is served in turn, whatever the others have queued. So a flood of one tenant starves nobody else.
@@ -50,7 +55,8 @@ class Job:
     """One waiting or running job.
 
     ``child``: it is a sub-agent's. ``due``: when its commit is expected, in the clock's seconds, if known.
-    ``lane``, ``queued_at``, ``order``, ``not_before`` and ``deferred_at`` are kept by :func:`step`.
+    ``patience_s``: seconds after which it may lose its slot, ``None`` for the state's ``stray_s``.
+    ``lane``, ``queued_at``, ``order``, ``not_before``, ``deferred_at`` and ``stray_at`` are kept by :func:`step`.
     """
 
     id: int
@@ -58,11 +64,13 @@ class Job:
     session: str = ""
     child: bool = False
     due: float | None = None
+    patience_s: float | None = None
     lane: Lane = Lane.LOOKAHEAD
     queued_at: float = 0.0
     order: int = 0
     not_before: float = -math.inf
     deferred_at: float | None = None
+    stray_at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +176,8 @@ class State:
     ``concurrency``: jobs that run at once. ``max_pending``: jobs that wait. ``starvation_s``: seconds after
     which a job goes before its tenant's due order. ``max_defer_s``: seconds that admission may put one job
     off. ``child_share``: the part of ``concurrency`` that a tenant's sub-agents get while others wait.
+    ``stray_s``: seconds after which a running job gives its slot to one that waits. ``running`` has those that
+    hold a slot, ``strays`` those that run without one.
     """
 
     concurrency: int
@@ -175,8 +185,10 @@ class State:
     starvation_s: float = 30.0
     max_defer_s: float = 60.0
     child_share: float = 0.5
+    stray_s: float = math.inf
     queue: dict[int, Job] = field(default_factory=dict)
     running: dict[int, Job] = field(default_factory=dict)
+    strays: dict[int, Job] = field(default_factory=dict)
     served: OrderedDict[str, int] = field(default_factory=OrderedDict)
     closed: bool = False
     counter: int = 0
@@ -204,18 +216,18 @@ def step(state: State, event: Event) -> list[Effect]:
     newcomer: int | None = None
     match event:
         case Submit(job=job):
-            if job.id in state.queue or job.id in state.running:
+            if job.id in state.queue or job.id in state.running or job.id in state.strays:
                 raise ValueError(f"job id {job.id} is in use")
             if state.closed:
                 return [Drop(job.id, Reason.SHUTDOWN), *_wake(state)]
             newcomer = job.id
             state.queue[job.id] = replace(job, queued_at=event.now, order=state.next_number())
         case Finish(job_id=job_id):
-            state.running.pop(job_id, None)
+            _ended(state, job_id)
         case Cancel(job_id=job_id, reason=reason):
             if state.queue.pop(job_id, None) is not None:
                 effects.append(Drop(job_id, reason))
-            elif job_id in state.running:
+            elif job_id in state.running or job_id in state.strays:
                 effects.append(Stop(job_id, reason))
         case Promote(job_id=job_id):
             _promote(state, job_id)
@@ -226,7 +238,7 @@ def step(state: State, event: Event) -> list[Effect]:
             state.closed = True
             if not drain:
                 effects += [Drop(job_id, Reason.SHUTDOWN) for job_id in state.queue]
-                effects += [Stop(job_id, Reason.SHUTDOWN) for job_id in state.running]
+                effects += [Stop(job_id, Reason.SHUTDOWN) for job_id in (*state.running, *state.strays)]
                 state.queue.clear()
         case Tick():
             pass
@@ -236,15 +248,19 @@ def step(state: State, event: Event) -> list[Effect]:
     return effects + _wake(state)
 
 
+def _ended(state: State, job_id: int) -> Job | None:
+    return state.running.pop(job_id, None) or state.strays.pop(job_id, None)
+
+
 def _promote(state: State, job_id: int) -> None:
-    for jobs in (state.queue, state.running):
+    for jobs in (state.queue, state.running, state.strays):
         job = jobs.get(job_id)
         if job is not None and job.lane is not Lane.PROMOTED:
             jobs[job_id] = replace(job, lane=Lane.PROMOTED, order=state.next_number(), not_before=-math.inf)
 
 
 def _defer(state: State, event: Defer) -> list[Effect]:
-    job = state.running.pop(event.job_id, None)
+    job = _ended(state, event.job_id)
     if job is None:
         return []
     since = event.now if job.deferred_at is None else job.deferred_at
@@ -256,20 +272,32 @@ def _defer(state: State, event: Defer) -> list[Effect]:
 
 
 def _fill(state: State, now: float) -> list[Effect]:
-    """Start jobs while there are slots for them."""
+    """Start jobs while there are slots for them, or running ones that have had theirs for too long."""
     started: list[Effect] = []
-    while len(state.running) < state.concurrency:
+    while len(state.running) < state.concurrency or _overdue(state, now) is not None:
         job = _next(state, now)
         if job is None:
             break
+        stray = _overdue(state, now) if len(state.running) >= state.concurrency else None
+        if stray is not None:
+            state.strays[stray.id] = state.running.pop(stray.id)
         del state.queue[job.id]
-        state.running[job.id] = job
+        patience = state.stray_s if job.patience_s is None else job.patience_s
+        state.running[job.id] = replace(job, stray_at=now + patience)
         state.served[job.tenant] = state.next_number()
         state.served.move_to_end(job.tenant)
         if len(state.served) > MAX_TENANTS:
             state.served.popitem(last=False)
         started.append(Start(job.id))
     return started
+
+
+def _overdue(state: State, now: float) -> Job | None:
+    """The running job that has held its slot too long for the longest time, if it may run without one."""
+    if len(state.strays) >= state.concurrency:
+        return None
+    first = min(state.running.values(), key=lambda job: job.stray_at, default=None)
+    return first if first is not None and first.stray_at <= now else None
 
 
 def _next(state: State, now: float) -> Job | None:
@@ -287,7 +315,7 @@ def _next(state: State, now: float) -> Job | None:
         return job.child and not starved(job) and held >= state.child_slots
 
     def rank(job: Job) -> tuple[float, ...]:
-        running = sum(other.tenant == job.tenant for other in state.running.values())
+        running = sum(other.tenant == job.tenant for jobs in (state.running, state.strays) for other in jobs.values())
         late = starved(job)
         wanted = job.queued_at if late else math.inf if job.due is None else job.due
         return running, state.served.get(job.tenant, 0), not late, wanted, job.order
@@ -311,7 +339,13 @@ def _latest_due(jobs: Iterable[Job], default: int) -> int:
 
 
 def _wake(state: State) -> list[Effect]:
-    """With a free slot, everything that waits was deferred: say when the first of them may start."""
-    if not state.queue or len(state.running) >= state.concurrency:
+    """With a free slot, everything that waits was deferred: say when the first of them may start. Without one, when
+    the first of those that run may lose its slot to it."""
+    if not state.queue:
         return []
-    return [Wake(min(job.not_before for job in state.queue.values()))]
+    at = min(job.not_before for job in state.queue.values())
+    if len(state.running) >= state.concurrency:
+        at = max(at, min(job.stray_at for job in state.running.values()))
+        if at == math.inf or len(state.strays) >= state.concurrency:
+            return []
+    return [Wake(at)]

@@ -97,6 +97,7 @@ class Serving:
         session = self._session
         if self._binding is None or not session.wants_preload():
             return False
+        artifact = session.likeliest(flight, artifact, self._latest)
         self._preloading = artifact.key
 
         def view() -> list[dict[str, Any]]:
@@ -165,10 +166,14 @@ class Serving:
             self._ask("committed", lambda: binding.committed(artifact.warm), None)
             self._foreground.poke()
 
-    def discarded(self, key: str) -> None:
-        """If this artifact was preloaded (or its summary was being written), its slot is free again."""
+    def preloaded(self, artifact: Artifact) -> bool:
+        """Is it the one whose view the engine is warming, or has warmed?"""
+        return self._preloading == artifact.key
+
+    def discarded(self, *keys: str) -> None:
+        """If one of these artifacts was preloaded (or its summary was being written), its slot is free again."""
         binding = self._binding
-        if binding is not None and self._preloading in ("", key) and not self._session.working():
+        if binding is not None and self._preloading in ("", *keys) and not self._session.working():
             self._preloading = ""
             self._ask("discarded", binding.discarded, None)
             self._foreground.poke()

@@ -16,26 +16,30 @@ from typing import TYPE_CHECKING, Any, final
 from .archive import Archive
 from .boundary import Boundary
 from .branch import Branch
+from .choice import choose
 from .codec import Codec, check_messages
 from .conversation import Conversation
-from .cuts import Run
-from .errors import ClosedError, ConfigurationError, HandleNotReady, StaleHandle
-from .flight import dump_artifact, load_artifact
+from .errors import ClosedError, ConfigurationError
+from .flight import Flight, dump_artifact, load_artifact
 from .follow import Following
 from .handle import LookaheadHandle
 from .handles import Handles
+from .judge import TrajectoryJudge
+from .judging import Judging
 from .lane import Lane
 from .launch import RETRIEVE_WAIT, UNREADABLE, Launcher
+from .outcomes import CommitOutcome, ForegroundSeen
 from .policy import Policy
 from .receipts import Receipt
+from .rest import Rest
 from .serving import Serving
 from .shelf import BranchInfo, Shelf
-from .states import FINAL, WORKING, HandleState, Reason
+from .states import FINAL, WORKING, Reason
 from .transforms.base import Transform
-from .transforms.isolate import Isolate
 from .transforms.offload import PAGE
 from .transforms.parallel import ParallelSummarize
 from .trigger import Trigger
+from .usage import Usage
 from .view import Artifact
 
 if TYPE_CHECKING:
@@ -43,14 +47,19 @@ if TYPE_CHECKING:
 
 
 class ForegroundCall:
-    """A model call that the caller makes itself: tell us of its first token."""
+    """A model call that the caller makes itself: tell us of its first token, and of what it cost."""
 
     def __init__(self, first_token: Callable[[], None]) -> None:
         self._first_token = first_token
+        self.usage: Usage | None = None
 
     def first_token(self) -> None:
         """The first token came: background prefill still waits, background decode may go on."""
         self._first_token()
+
+    def report(self, usage: Usage) -> None:
+        """What the server said that it cost: for ``session.outcomes()``."""
+        self.usage = usage
 
 
 @final
@@ -86,7 +95,7 @@ class Session:
         self._lock = threading.RLock()
         self._token = object()
         self._first_commit = True
-        self._conversation = Conversation(runtime, session_id, tenant, policy, codec)
+        self._conversation = Conversation(runtime, session_id, tenant, policy, codec, getattr(engine, "rates", None))
         self._serving = Serving(runtime, self)
         self._archive = Archive(runtime, self)
         self._launcher = Launcher(runtime, self, self._serving, self._archive)
@@ -108,6 +117,12 @@ class Session:
             self._lane,
             predicts=engine is not None,
         )
+        judge = next((v for v in policy.validators if isinstance(v, TrajectoryJudge)), None)
+        self._judging = (
+            Judging(self, judge, self._conversation, self._handles, self._shelf, self._trigger, self._lane, self._lock)
+            if judge is not None
+            else None
+        )
         self._boundary = Boundary(
             self._conversation,
             self._handles,
@@ -117,7 +132,10 @@ class Session:
             self._launcher,
             self._serving,
             self._lane,
+            self._judging,
         )
+
+        self._rest = None if policy.idle is None else Rest(runtime, policy.idle, self._rested)
 
     @property
     def branch(self) -> Branch:
@@ -148,6 +166,10 @@ class Session:
                 self._serving.end(self._token)
                 if messages and self.branch.history.last_assistant == len(self.branch.history) - 1:
                     self._conversation.forecast.rested(now)
+                if self._rest is not None:
+                    self._rest.begin(messages)
+                if self._judging is not None:
+                    self._judging.look(messages)
                 return self._trigger.consider(messages, change)
         except Exception as error:
             self._conversation.error(error, "observe")
@@ -169,8 +191,7 @@ class Session:
         if isinstance(view, LookaheadHandle):
             with self._standing():
                 await self._launcher.wait_for(view, self._boundary.patience(view))
-            view = self._turn(messages, self._runtime.now() - started)
-        assert not isinstance(view, LookaheadHandle)
+            return self._after(messages, self._runtime.now() - started)
         return view
 
     def commit_sync(self, messages: Sequence[Any]) -> list[Any]:
@@ -182,8 +203,7 @@ class Session:
         if isinstance(view, LookaheadHandle):
             with self._standing():
                 self._launcher.wait_for_sync(view, self._boundary.patience(view))
-            view = self._turn(messages, self._runtime.now() - started)
-        assert not isinstance(view, LookaheadHandle)
+            return self._after(messages, self._runtime.now() - started)
         return view
 
     def commit_now(self, messages: Sequence[Any]) -> list[Any]:
@@ -196,8 +216,7 @@ class Session:
             self._launcher.recover_later()
         view = self._turn(messages, None)
         if isinstance(view, LookaheadHandle):
-            view = self._turn(messages, 0.0)
-        assert not isinstance(view, LookaheadHandle)
+            return self._after(messages, 0.0)
         return view
 
     @contextmanager
@@ -241,22 +260,7 @@ class Session:
                     f"session {self.id!r} is closed: open it again with runtime.session({self.id!r}, ...)"
                 )
             check_messages(self.codec, messages)
-            transform = self._launcher.transform(kind, options)
-            self._following.sync(messages)
-            if target_segments is not None:
-                run: Run | None = self._launcher.target(target_segments)
-            elif isinstance(transform, Isolate):
-                run = self._launcher.whole()
-            else:
-                run = self._trigger.plan(transform, 0)
-            if run is None:
-                raise ConfigurationError(
-                    f"schedule_transform({transform.name!r}): there is nothing that may be rewritten now "
-                    "(only finished segments before the newest one)"
-                )
-            handle = self._trigger.launch(messages, transform, run, explicit=True, preload_kv=preload_kv)
-            self._handles.add(handle)
-            return handle
+            return self._trigger.schedule(kind, messages, target_segments, preload_kv, options)
 
     def pin(self, text: str) -> None:
         """Mark a text that every summary has to carry word for word."""
@@ -298,10 +302,24 @@ class Session:
     @asynccontextmanager
     async def foreground(self) -> AsyncGenerator[ForegroundCall]:
         """Tell us of a model call that you make yourself, so that background work keeps out of its way."""
-        who = object()
+        who, started = object(), self._runtime.now()
+        first: list[float] = []
+
+        def first_token() -> None:
+            first.append(self._runtime.now() - started)
+            self._serving.first_token(who, self._token)
+
+        call = ForegroundCall(first_token)
+        with self._lock:
+            mark = self._conversation.outcomes.began()
         self._serving.begin(who)
         try:
-            yield ForegroundCall(lambda: self._serving.first_token(who, self._token))
+            yield call
+            seen = ForegroundSeen(
+                ttft_s=first[0] if first else None, total_s=self._runtime.now() - started, usage=call.usage
+            )
+            with self._lock:
+                self._conversation.outcomes.ended(mark, seen)
         finally:
             self._serving.end(who)
 
@@ -369,6 +387,11 @@ class Session:
             self._conversation.error(error, "recognises")
             return False, 0
 
+    def outcomes(self) -> list[CommitOutcome]:
+        """What came of the last 100 commits, newest last: the calls inside :meth:`foreground` around each of them."""
+        with self._lock:
+            return self._conversation.outcomes.listed()
+
     def branches(self) -> list[BranchInfo]:
         """Every artifact that the session holds, newest last, for a person to read."""
         with self._lock:
@@ -384,6 +407,8 @@ class Session:
             if self.closed:
                 return
             self.closed = True
+            if self._rest is not None:
+                self._rest.end()
             self._handles.close(reason)
             self._serving.end(self._token)
             self._serving.close()
@@ -400,10 +425,8 @@ class Session:
     @property
     def lookaheads(self) -> list[LookaheadHandle]:
         """Every live handle that the policy started, the one of the oldest messages first."""
-        if self._lane is not None:
-            return self._lane.handles
-        live = self.lookahead
-        return [] if live is None else [live]
+        with self._lock:
+            return self._handles.lookaheads
 
     def __repr__(self) -> str:
         return f"<Session {self.id!r} {self.branch.messages} messages, {self.branch.tokens} tokens, {self.lookahead!r}>"
@@ -416,43 +439,7 @@ class Session:
             if self.closed:
                 raise ClosedError(f"session {self.id!r} is closed")
             check_messages(self.codec, messages)
-            if handle.flight.opening is not None:
-                self._following.sync(messages)
-                made = handle.flight.plan
-                chain = self.branch.history.chain
-                if made.end >= len(chain) or chain[made.end] != made.end_digest:
-                    self._handles.drop(handle, Reason.DIGEST_MISMATCH)
-                    raise StaleHandle(
-                        f"lookahead {handle.id} does not fit these messages: the history up to message {made.end} "
-                        "is not the one that the opening was made from"
-                    )
-                if handle.state not in FINAL:
-                    self._handles.committed(handle, None, how="ready", saved=0)
-                return list(handle.flight.opening)
-            self._following.sync(messages)
-            artifact = handle.flight.artifact
-            if artifact is None:
-                raise HandleNotReady(f"lookahead {handle.id} has no result")
-            if handle.state is HandleState.COMMITTED:
-                if not any(a.artifact.key == artifact.key for a in self.branch.applied):
-                    raise StaleHandle(f"lookahead {handle.id} was committed and is not part of this branch any more")
-                return self.branch.project(messages)
-            if handle.state is not HandleState.READY:  # the messages are of another branch, or its base was replaced
-                raise StaleHandle(f"lookahead {handle.id} was dropped with its branch ({handle.reason})")
-            if self._lane is not None and not self._lane.affordable(artifact):
-                raise StaleHandle(
-                    f"lookahead {handle.id} would take the summaries of the view over "
-                    f"total_tokens={self._lane.transform.total_tokens}"
-                )
-            refusal = self.branch.refusal(artifact)
-            if refusal is not None:
-                self._handles.drop(handle, refusal)
-                raise StaleHandle(
-                    f"lookahead {handle.id} does not fit these messages ({refusal}): the history up to message "
-                    f"{artifact.replacement.end} is not the one it was made from, or ends there"
-                )
-            self._boundary.apply(handle, messages, how="ready", waited=0.0)
-            return self._following.sent(messages)
+            return self._boundary.commit(handle, messages)
 
     def promote_handle(self, handle: LookaheadHandle) -> None:
         """What ``handle.promote`` does."""
@@ -485,6 +472,8 @@ class Session:
                 if not flight.plan.opening:  # which replaces nothing: nobody else could make anything of it
                     self._shelf.remember(flight.artifact)
                 self._handles.ready(handle, flight)
+                if self._rest is not None:
+                    self._rest.look()
                 return
             if reason is Reason.NOT_SMALLER and self._lane is None:
                 self._trigger.not_smaller(handle)
@@ -501,19 +490,23 @@ class Session:
     def hurried(self, rate: float | None, artifact: Artifact) -> bool:
         """Is idle time alone too little to preload the view of ``artifact`` at ``rate`` tokens per second?"""
         with self._lock:
-            branch, policy = self.branch, self.policy
-            end = artifact.replacement.end
-            remaining = (
-                artifact.tokens + branch.history.tokens[-1] - branch.history.tokens[min(end, len(branch.history))]
-            )
-            limit = policy.limit_tokens(policy.hard_limit)
-            return self._conversation.forecast.hurried(rate, remaining, branch.tokens + policy.reserved_tokens, limit)
+            return self._conversation.hurried(rate, artifact)
 
     def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
         """The view that committing ``artifact`` to these messages would give (for preload)."""
         with self._lock:
             made = artifact if self._lane is None else self._lane.preview(artifact, messages)
             return self.branch.preview(made, messages)
+
+    def likeliest(self, flight: Flight, artifact: Artifact, messages: Sequence[Any]) -> Artifact:
+        """Of several candidates the one that would be committed now."""
+        with self._lock:
+            mine = next((h for h in self._handles.all() if h.flight is flight), None)
+            return artifact if mine is None else choose(self._conversation, artifact, mine, messages, quiet=True)
+
+    def missed(self, start_digest: bytes) -> str | None:
+        """What a refused result for the run that begins here lacked."""
+        return None if self._judging is None else self._judging.missed(start_digest)
 
     def wants_preload(self) -> bool:
         """Is a commit near enough to warm its view? (A single lookahead starts when it is.)"""
@@ -528,6 +521,11 @@ class Session:
         """Tokens that a turn is expected to add."""
         return int(self._conversation.forecast.growth.value or 0)
 
+    @property
+    def usual_s(self) -> float | None:
+        """Seconds that a lookahead of this session usually takes, ``None`` while unknown."""
+        return self._conversation.forecast.work.value
+
     def _turn(self, messages: Sequence[Any], waited: float | None) -> list[Any] | LookaheadHandle:
         """One turn boundary. ``waited`` is None the first time: then it may return a handle to wait for."""
         if not isinstance(messages, list | tuple):
@@ -541,10 +539,27 @@ class Session:
                     self._runtime.touch(self)
                     self._serving.begin(self._token)
                     self._first_commit = False
+                    if self._rest is not None:
+                        self._rest.end()
                 return self._boundary.decide(messages, waited)
         except Exception as error:
             self._conversation.error(error, "commit")
             return self._as_it_was(messages)
+
+    def _rested(self, messages: Sequence[Any]) -> None:
+        """No turn came for ``policy.idle`` seconds. Called on the runtime's loop."""
+        try:
+            with self._lock:
+                if not self.closed:
+                    self._boundary.rest(messages)
+        except Exception as error:
+            self._conversation.error(error, "rest")
+
+    def _after(self, messages: Sequence[Any], waited: float) -> list[Any]:
+        """The boundary decided once more, ``waited`` seconds later."""
+        view = self._turn(messages, waited)
+        assert not isinstance(view, LookaheadHandle)
+        return view
 
     def _as_it_was(self, messages: Sequence[Any]) -> list[Any]:
         """The view without any of this boundary's decisions."""

@@ -103,7 +103,9 @@ class Shelf:
             shown = [o.artifact.replacement for o in branch.applied]
             if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
                 continue  # what is in the view reaches as far
-            if branch.refusal(artifact) is not None or (self._lane is not None and not self._lane.affordable(artifact)):
+            if branch.refusal(artifact) is not None or (
+                self._lane is not None and not self._lane.affordable([artifact], messages)
+            ):
                 continue
             branch.apply(artifact, messages)
             conversation.runtime.tally.count("salvaged")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from . import verdict
 from .conversation import Conversation
-from .cuts import Run, fresh, plan, source_tokens
+from .cuts import Run, fresh, plan, shown_tokens, source_tokens
+from .errors import ConfigurationError
 from .follow import Following
 from .handle import LookaheadHandle
 from .handles import Handles
@@ -16,6 +18,8 @@ from .launch import Launcher
 from .serving import Serving
 from .states import FINAL
 from .transforms.base import Size, Transform
+from .transforms.isolate import Isolate
+from .turns import lagging
 
 #: a run that did not shrink is not tried again before it has grown by this factor
 BARREN_GROWTH = 1.25
@@ -60,17 +64,25 @@ class Trigger:
         self._lane = lane
         self._predicts = predicts
         self._barren: tuple[str | None, int] | None = None
+        self._spared = 0  # tokens of the last run whose result was not worth a commit
 
     def consider(
-        self, messages: Sequence[Any], change: Change | None, *, due: bool = False, again: bool = True
+        self,
+        messages: Sequence[Any],
+        change: Change | None,
+        *,
+        due: bool = False,
+        resting: bool = False,
+        again: bool = True,
     ) -> LookaheadHandle | None:
-        """Start a lookahead if it is time to. Returns the live handle, if any."""
+        """Start a lookahead if it is time to. Returns the live handle, if any.
+
+        ``due``: the hard limit is reached. ``resting``: there is time for whatever is over ``land_at``.
+        """
         if self._lane is not None:
             if change is not None and change.error is not None:
                 return self._lane.first
-            if not self._conversation.branch.history.unchanged(messages):
-                self._following.sync(messages)
-            return self._lane.consider(messages, self._handles.drop, due=due)
+            return self._lane.consider(messages, self._handles.drop, self._following.sync, due=due)
         live = self._handles.lookahead
         if live is not None:
             self._serving.grew(live, messages)
@@ -78,12 +90,17 @@ class Trigger:
         if change is not None and change.error is not None:
             return None  # what stands behind an unreadable message is unknown: nothing is started for it
         conversation, branch, policy = self._conversation, self._conversation.branch, self._conversation.policy
-        if not due and not self._time_to():
-            return None
         transform = policy.transform
-        # It should land where the policy says when it commits, with what the session adds until then.
-        growth = 0 if due else conversation.forecast.growth_during(self._work())
-        run = self.plan(transform, branch.history.tokens[-1], growth)
+        if policy.lag is not None:
+            run = lagging(branch.history, branch.edits, policy.lag, self._covered())
+            if run is None:
+                return None
+        else:
+            if not due and not self._time_to(resting=resting):
+                return None
+            # It should land where the policy says when it commits, with what the session adds until then.
+            growth = 0 if due else conversation.forecast.growth_during(self._work())
+            run = self.plan(transform, branch.history.tokens[-1], growth)
         source = source_tokens(branch.history, branch.edits, run) if run else 0
         barren = (
             self._barren is not None
@@ -91,17 +108,51 @@ class Trigger:
             and source < self._barren[1] * BARREN_GROWTH
         )
         expected = expected_tokens(transform, source)
-        too_little = (source - expected) * branch.scale < policy.min_savings * branch.tokens
+        too_little = (source - expected) * branch.scale < policy.least_savings * branch.tokens
         nothing = run is None or not fresh(branch.edits, run)
         if run is None or nothing or barren or too_little:
             why = "nothing before the kept tail" if nothing else "too little to save"
             conversation.say("nothing_to_rewrite", "", why=why)
             return None
+        spared = source < self._spared * BARREN_GROWTH
+        if not due and (spared or not verdict.worth_starting(conversation, source=source, expected=expected)):
+            conversation.say("nothing_to_rewrite", "", why="it would not pay")
+            return None
         if not branch.history.unchanged(messages):
             self._following.sync(messages)  # an edit in place further up: what we snapshot must be what we digested
-            return self.consider(messages, change, due=due, again=False) if again else None
+            return self.consider(messages, change, due=due, resting=resting, again=False) if again else None
         live = self._handles.live = self.launch(messages, transform, run, explicit=False, preload_kv=None)
         return live if live.state not in FINAL else None
+
+    def schedule(
+        self,
+        kind: str | Transform,
+        messages: Sequence[Any],
+        target_segments: Sequence[int] | None,
+        preload_kv: bool | None,
+        options: Mapping[str, Any],
+    ) -> LookaheadHandle:
+        """Start the transform that ``schedule_transform`` means.
+
+        Raises:
+            ConfigurationError: an unknown kind, wrong options, or a run that may not be rewritten.
+        """
+        transform = self._launcher.transform(kind, options)
+        self._following.sync(messages)
+        if target_segments is not None:
+            run: Run | None = self._launcher.target(target_segments)
+        elif isinstance(transform, Isolate):
+            run = self._launcher.whole()
+        else:
+            run = self.plan(transform, 0)
+        if run is None:
+            raise ConfigurationError(
+                f"schedule_transform({transform.name!r}): there is nothing that may be rewritten now "
+                "(only finished segments before the newest one)"
+            )
+        handle = self.launch(messages, transform, run, explicit=True, preload_kv=preload_kv)
+        self._handles.add(handle)
+        return handle
 
     def plan(self, transform: Transform, source: int, growth: int = 0) -> Run | None:
         """The run that ``transform`` would rewrite now; ``source``: the tokens that its result stands for, if known."""
@@ -116,6 +167,12 @@ class Trigger:
             scale=branch.scale,
         )
 
+    def pays(self, run: Run, expected: int) -> bool:
+        """Does a result of ``expected`` tokens for this run save more than what stands behind it costs to prefill?"""
+        branch, growth = self._conversation.branch, self._conversation.forecast.growth_during(self._work())
+        behind = shown_tokens(branch.history, branch.edits, run.end) + growth
+        return source_tokens(branch.history, branch.edits, run) - expected > behind
+
     def launch(
         self, messages: Sequence[Any], transform: Transform, run: Run, *, explicit: bool, preload_kv: bool | None
     ) -> LookaheadHandle:
@@ -129,11 +186,20 @@ class Trigger:
         """Its result saved too little: nothing is tried again before there is more to rewrite."""
         self._barren = (handle.transform.fingerprint, handle.flight.plan.source_tokens)
 
-    def _time_to(self) -> bool:
+    def unprofitable(self, handle: LookaheadHandle) -> None:
+        """Its commit does not pay: nothing is tried again before there is more to rewrite, or the limit is reached."""
+        self._spared = handle.flight.plan.source_tokens
+
+    def _covered(self) -> int:
+        """Messages that the last summary in the view stands for."""
+        applied = [a.artifact.replacement for a in self._conversation.branch.applied]
+        return max((r.end for r in applied if not r.drops_only and r.end - r.start > 1), default=0)
+
+    def _time_to(self, *, resting: bool) -> bool:
         """Has the trigger been reached, or must the work begin earlier to be done before the limit?"""
         conversation, policy = self._conversation, self._conversation.policy
         tokens, messages = conversation.branch.tokens + policy.reserved_tokens, conversation.branch.messages
-        if policy.reached(tokens, messages):
+        if policy.reached(tokens, messages) or (resting and policy.over(policy.land_at, tokens, messages)):
             return True
         if not self._predicts and conversation.forecast.work.value is None:
             return False  # nothing is known of how long it takes: the trigger says when

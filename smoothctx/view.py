@@ -45,8 +45,11 @@ class Replacement:
 
     @property
     def drops_only(self) -> bool:
-        """Removals can be split at any message; anything else is all or nothing."""
-        return all(not e.messages for e in self.edits)
+        """Removals can be split at any message; anything else is all or nothing.
+
+        A removal may put a note of pinned texts in, which stands for no message.
+        """
+        return all(not e.messages or e.start == e.end for e in self.edits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Artifact:
     """A replacement plus its bookkeeping. ``saved_tokens`` is what it took from the view it was made for.
 
     ``created`` is in the runtime clock's seconds; ``warm`` says that the engine reported its view as cached.
+    ``alternatives``: artifacts among which the commit chooses, one per candidate of a ``Speculate`` (``None`` for one
+    that is not there); the artifact itself is as the first of them. ``warm`` is about the likeliest then.
     """
 
     key: str
@@ -64,6 +69,7 @@ class Artifact:
     tokens: int = 0
     durable: bool = False
     warm: bool = False
+    alternatives: tuple[Artifact | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,13 @@ def align(before: Sequence[Unit], kept: frozenset[int], after: Sequence[Any], co
 
 def clip(edits: Sequence[Edit], start: int, end: int | None = None) -> tuple[Edit, ...]:
     """What of pure removals lies in ``[start, end)``; by default from ``start`` on."""
+    notes = [e for e in edits if e.start == e.end and e.start >= start and (end is None or e.end < end)]
     clipped = [(max(e.start, start), e.end if end is None else min(e.end, end), e) for e in edits]
-    return tuple(
-        e if (e.start, e.end) == (a, b) else Edit(start=a, end=b, messages=(), tokens=0) for a, b, e in clipped if a < b
+    return (
+        *notes,
+        *(
+            e if (e.start, e.end) == (a, b) else Edit(start=a, end=b, messages=(), tokens=0)
+            for a, b, e in clipped
+            if a < b
+        ),
     )

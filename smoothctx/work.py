@@ -29,10 +29,11 @@ class Work:
     """Something to run in the background.
 
     ``due``: when the result will be wanted, in the pool's clock, if known. ``timeout_s``: for the run with all
-    its retries; ``None`` for no limit. ``promoted``: in front from the start. ``breaker_key``: works of the same
-    key share a circuit breaker; an empty one has none. ``on_start`` is called when ``run`` begins (not if it
-    never does), ``on_done`` exactly once, both on the pool's loop (or, when that is gone, on the caller's
-    thread). What they raise is reported and goes no further.
+    its retries; ``None`` for no limit. ``patience_s``: seconds after which it may have to give its slot to another
+    work (it goes on); ``None`` for the pool's ``stray_s``. ``promoted``: in front from the start. ``breaker_key``:
+    works of the same key share a circuit breaker; an empty one has none. ``on_start`` is called when ``run`` begins
+    (not if it never does), ``on_done`` exactly once, both on the pool's loop (or, when that is gone, on the
+    caller's thread). What they raise is reported and goes no further.
 
     An error of ``run`` may carry ``retryable``, ``retry_after_s`` (see :mod:`smoothctx.retry`), and
     ``breaker_neutral = True``: it says nothing against what was used, so the breaker does not count it.
@@ -47,6 +48,7 @@ class Work:
     child: bool = False
     due: float | None = None
     timeout_s: float | None = None
+    patience_s: float | None = None
     name: str = "work"
     breaker_key: str = ""
     promoted: bool = False
@@ -67,10 +69,12 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """A snapshot. ``abandoned``: left behind and still running. ``unfinished``: how many ended without a value."""
+    """A snapshot. ``running``: all that a worker looks after. ``strays``: those that hold no slot any more, running or
+    left behind. ``abandoned``: left behind and still running. ``unfinished``: how many ended without a value."""
 
     queued: int
     running: int
+    strays: int
     abandoned: int
     resting: int
     submitted: int

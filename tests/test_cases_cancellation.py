@@ -5,8 +5,8 @@ Rows of these classes that are not here:
 | id | why |
 | --- | --- |
 | B39, B142, B143 | stream ends and deliveries are the framework's; that our calls take no time is here |
-| B146 | an idle trigger: work starts at the trigger, which is before any idle time; see ``test_b146_...`` |
-| B199 | ours on purpose differs: promise 9 lets a view change at a boundary only; the order is in ``test_b199_...`` |
+| B146 | an idle trigger: work starts at the trigger, which is before any idle time; with ``idle``: test_rules_idle.py |
+| B199 | without ``idle`` a view changes at a boundary only; with it: test_rules_idle.py; the order: ``test_b199_...`` |
 """
 
 from __future__ import annotations

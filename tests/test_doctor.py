@@ -23,8 +23,16 @@ from hypothesis import given, strategies as st
 from flavour_servers import LLAMA_PROPS, VLLM_METRICS, ModelServer
 from smoothctx import ConfigurationError, EngineRefused, EngineUnreachable, Event, Usage
 from smoothctx.cli import main
-from smoothctx.doctor import Finding, Settings, examine, findings as shown, log, positions, volatile
-from smoothctx.doctor.examine import Examination
+from smoothctx.doctor import (
+    Examination,
+    Finding,
+    Settings,
+    examine,
+    findings as shown,
+    log,
+    positions,
+    volatile,
+)
 from smoothctx.engines import Capabilities, EmbeddedEngine, find_weights
 from virtual import run_virtual
 

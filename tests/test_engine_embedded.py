@@ -22,9 +22,10 @@ import httpx
 import pytest
 
 from smoothctx import ClosedError, ConfigurationError, EngineError, EngineRefused, EngineUnreachable
-from smoothctx.engines import EmbeddedEngine, find_weights
+from smoothctx.engines import EmbeddedEngine, OpenAIEngine, Preloader, find_weights
 from smoothctx.engines._child import _place, _sweep
-from smoothctx.engines.slots import SlotBinding
+from smoothctx.engines.slots import SlotBinding, SlotTable
+from smoothctx.foreground import Foreground
 
 pytestmark = pytest.mark.timeout(400)
 needs_local = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs the extra 'local'")
@@ -145,6 +146,42 @@ class TestCalls:
         await engine.post_json("/slots/1?action=restore", {"filename": "x.bin"})
         copied = await engine.prefill(ASK, id_slot=1)
         assert copied.usage.cached_tokens is not None and copied.usage.cached_tokens >= copied.usage.input_tokens - 2
+
+    async def test_probe_load_and_tokens(self, engine: EmbeddedEngine) -> None:
+        """A plain client finds what it is from its own answers, and so does the engine itself."""
+        assert engine._child is not None
+        async with OpenAIEngine(engine.root, engine.model, api_key=engine._child.key) as client:
+            found = await client.probe(timeout_s=60.0)
+            assert (found.flavour, found.slots, found.context_window) == ("llama.cpp", 2, 2048)
+            assert found.metrics and found.tokenize and found.preload and found.priority is None
+            assert isinstance(client.bind("s"), SlotBinding) and client.preload_by_default
+            assert not found.unanswered and found.version
+            await client.complete(ASK, max_tokens=1)
+            assert client.capabilities is not None and client.capabilities.cached_tokens
+            load = await client.load(timeout_s=60.0)
+            assert load.running is not None and load.waiting == 0 and (load.prompt_tokens or 0) > 0
+            assert len(await client.tokenize("hello world")) == await engine.count_tokens("hello world")
+        async with OpenAIEngine(engine.root, engine.model, api_key="wrong") as stranger:
+            assert (await stranger.probe(timeout_s=60.0)).slots == 0
+
+    @pytest.mark.parametrize("strategy", ["growing", "abort"])
+    async def test_both_ways_to_preload(self, engine: EmbeddedEngine, strategy: str) -> None:
+        """Either way the view is in the spare slot, and the agent's next call finds it there, by the server's word."""
+        view = [{"role": "user", "content": f"{FACTS} {FACTS} What is item 3?"}]
+        binding = SlotBinding(engine, SlotTable(2), "s", preloader=Preloader(strategy=strategy))  # type: ignore[arg-type]
+        report = await binding.preload(
+            lambda: view,
+            request=FIXED,
+            foreground=Foreground(time.monotonic),
+            needed=lambda: True,
+            hurried=lambda rate: False,
+        )
+        assert report.complete and (report.requests > 1) == (strategy == "growing")
+        binding.committed(True)
+        options = binding.request_options()
+        assert options["id_slot"] == 1
+        done = await engine.complete(view, max_tokens=1, **FIXED, **options)
+        assert done.usage.cached_tokens is not None and done.usage.cached_tokens >= done.usage.input_tokens - 2
 
     async def test_too_long_for_the_window(self, engine: EmbeddedEngine) -> None:
         """A prompt over the window is refused, in the server's words."""

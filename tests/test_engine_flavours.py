@@ -345,6 +345,20 @@ def test_a_binding_follows_the_probe() -> None:
     run_virtual(main)
 
 
+def test_b184_b185_all_but_the_last_token_is_warm() -> None:
+    """A preload asks for one token, never for none, and leaves the agent's call one prompt token to evaluate."""
+
+    async def main() -> None:
+        server = ModelServer("vllm", block=1)
+        engine = server.engine()
+        assert (await preload(engine.bind("a"), HELLO)).complete
+        assert {b["max_tokens"] for b in server.bodies} == {1}
+        usage = (await engine.complete(HELLO, max_tokens=50)).usage
+        assert usage.cached_tokens == usage.input_tokens - 1
+
+    run_virtual(main)
+
+
 def test_promise_12_a_salt_keeps_caches_apart() -> None:
     """Two clients with different salts share no cached prefix; the user's own option wins."""
 

@@ -10,7 +10,7 @@ import pytest
 from driving import fast
 from helpers import Events, FakeSummarizer, chat, make_policy, make_runtime, same_objects, settle, summaries, virtual
 from smoothctx import Event
-from smoothctx.events import EventSink
+from smoothctx.events import EventSink, line
 
 
 @virtual
@@ -80,9 +80,40 @@ def test_levels_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         sink.emit("lookahead.failed", session="s", reason="timeout")
         sink.error(ValueError("oops"), where="commit", session="s")
     assert [r.levelno for r in caplog.records] == [logging.DEBUG, logging.WARNING, logging.ERROR]
-    assert caplog.records[0].getMessage() == "lookahead.started"
+    assert [r.getMessage() for r in caplog.records] == [
+        "lookahead.started session=s tenant=t handle=1",
+        "lookahead.failed session=s reason=timeout",
+        'error session=s where=commit error="ValueError: oops"',
+    ]
     assert getattr(caplog.records[1], "reason", None) == "timeout"
     assert getattr(caplog.records[2], "error", None) == "ValueError: oops"
+
+
+@virtual
+async def test_a_failing_summariser_is_visible_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain `logging` at WARNING says which session's summary failed, and the error's own text."""
+    messages = chat(12, size=55)
+    with caplog.at_level(logging.WARNING, logger="smoothctx"):
+        async with make_runtime() as runtime:
+            session = runtime.session("s-1", policy=make_policy(FakeSummarizer("fail")))
+            session.observe(messages)
+            await settle(5)
+            assert same_objects(await session.commit(messages), messages)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and said[0].startswith("lookahead.failed session=s-1 ")
+    assert " reason=failed " in said[0] and "the model failed" in said[0]
+
+
+def test_a_log_line_is_bounded_and_one_line() -> None:
+    """Long texts are cut, line ends and quotes escaped; structures, which may hold what users said, are left out."""
+    said = line(
+        "lookahead.failed", {"error": "a\nb\u2028c" + "x" * 5000, "missed": ["secret"], "session": "", "s": 0.1 + 0.2}
+    )
+    assert said.startswith('lookahead.failed error="a\\nb\\u2028c') and said.endswith(" s=0.3")
+    assert len(said) < 400 and said.isprintable() and "secret" not in said and "session" not in said
+    full = line("error", {f"f{k}": "y" * 290 for k in range(9)})
+    assert len(full) == 1000 and full.endswith("...")
+    assert line("e", {"a": "100% {x} %s", "b": 'q"=', "ok": True}) == 'e a="100% {x} %s" b="q\\"=" ok=True'
 
 
 def test_a_broken_log_handler_is_not_the_turns_business() -> None:

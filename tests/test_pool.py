@@ -565,6 +565,53 @@ def test_swallowed_timeout_is_left_behind_and_keeps_its_slot() -> None:
     run_virtual(main)
 
 
+def test_promise_10_works_that_hang_do_not_starve_the_others() -> None:
+    """Past their patience they hold no slot: the others run, one stray for each slot, and each has its outcome."""
+
+    async def main() -> None:
+        bench = await Bench(concurrency=2, stray_s=60.0).start()
+        for k in range(5):
+            bench.submit(f"hang{k}", hang, timeout_s=300)
+        bench.submit("known", after(1, "ok"), promoted=True)
+        await anyio.sleep(59)
+        assert bench.outcomes["known"] == [] and "2/2 running" in repr(bench.pool)
+        await anyio.sleep(3)
+        assert bench.outcome("known").value == "ok" and bench.ended_at["known"] == 61.0
+        stats = bench.pool.statistics()
+        assert (stats.running, stats.strays, stats.queued) == (4, 2, 1)
+        assert "2/2 and 2 strays running" in repr(bench.pool)
+        await anyio.sleep(200)
+        assert bench.pool.statistics().queued == 1, "no more strays than slots"
+        await anyio.sleep(400)
+        stats = bench.pool.statistics()
+        assert (stats.running, stats.strays, stats.queued) == (0, 0, 0) and stats.submitted == 6
+        assert [bench.outcome(f"hang{k}").reason for k in range(5)] == [Reason.TIMEOUT] * 5
+        await bench.pool.aclose()
+
+    run_virtual(main)
+
+
+def test_a_run_that_was_left_behind_gives_up_its_slot_as_well() -> None:
+    """Deaf to its cancellation or not, after its patience it holds none; `aclose` does not wait for it."""
+
+    async def main() -> None:
+        bench = await Bench(concurrency=1, stray_s=60.0).start()
+        release = asyncio.Event()
+        bench.submit("deaf", stubborn(release), timeout_s=10, patience_s=30)
+        bench.submit("next", after(1, "ok"))
+        await anyio.sleep(32)
+        assert bench.outcome("deaf").reason is Reason.TIMEOUT and bench.ended_at["next"] == 31.0
+        stats = bench.pool.statistics()
+        assert (stats.running, stats.strays, stats.abandoned) == (0, 1, 1)
+        release.set()
+        await anyio.sleep(1)
+        assert bench.pool.statistics().strays == 0
+        await bench.pool.aclose()
+        assert tasks() == set()
+
+    run_virtual(main)
+
+
 def test_an_abandoned_run_is_not_retried() -> None:
     """A run that turns its cancellation into a retryable error is not started again."""
 
@@ -1118,7 +1165,14 @@ def test_a_pool_starts_once() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"concurrency": 0}, {"max_pending": 1.5}, {"max_defer_s": -1}, {"starvation_s": True}, {"child_share": 2}],
+    [
+        {"concurrency": 0},
+        {"max_pending": 1.5},
+        {"max_defer_s": -1},
+        {"starvation_s": True},
+        {"child_share": 2},
+        {"stray_s": -1},
+    ],
 )
 def test_wrong_options_raise_at_construction(option: dict[str, Any]) -> None:
     """The error names the option, its value and what is allowed."""
@@ -1173,7 +1227,9 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
         self.answer: Any = "run"
-        self.bench = Bench(concurrency=2, max_pending=4, admission=self, breakers=Breakers(threshold=2, cooldown_s=20))
+        self.bench = Bench(
+            concurrency=2, max_pending=4, admission=self, breakers=Breakers(threshold=2, cooldown_s=20), stray_s=25.0
+        )
         self.works: list[Work] = []
         self.running = 0
         self.peak = 0
@@ -1204,7 +1260,8 @@ class PoolMachine(RuleBasedStateMachine):
         child=st.booleans(),
         promoted=st.booleans(),
         seconds=st.floats(0, 20),
-        timeout_s=st.none() | st.floats(0.1, 30),
+        timeout_s=st.none() | st.floats(0.1, 60),
+        patience_s=st.none() | st.floats(0, 30),
         thread=st.booleans(),
     )
     def submit(self, kind: str, thread: bool, seconds: float, **fields: Any) -> None:
@@ -1268,10 +1325,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self) -> None:
-        """Promise 10: never more at once than allowed, in the queue or running, deaf ones included."""
+        """Promise 10: never more at once than allowed, in the queue or running, deaf ones and strays included."""
         stats = self.bench.pool.statistics()
-        assert stats.queued <= 4 and stats.running <= 2
-        assert self.peak <= 2 or self.bench.pool.statistics().submitted == 0 or self.draining
+        assert stats.queued <= 4 and stats.strays <= 2 and stats.running <= 4
+        assert stats.running + stats.abandoned <= 2 + stats.strays or self.draining
+        assert self.peak <= 4 or self.bench.pool.statistics().submitted == 0 or self.draining
         assert all(len(outcomes) <= 1 for outcomes in self.bench.outcomes.values())
 
     @property

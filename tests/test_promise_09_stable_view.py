@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from driving import small_policy
 from helpers import (
     CODEC,
     A,
@@ -162,3 +163,26 @@ async def test_promise_09_the_retrieve_tool_is_known_from_the_first_turn() -> No
     before = json.dumps(Offload().tool_schema)
     assert json.loads(before)["function"]["name"] == "retrieve"
     assert json.dumps(Offload.tool_schema) == before
+
+
+@pytest.mark.parametrize("keep", [2, 4, 10])
+@pytest.mark.parametrize("delay", [0.5, 2.5])
+@virtual
+async def test_promise_09_a_result_that_never_pays_makes_way(keep: int, delay: float) -> None:
+    """A short run behind a long kept tail saves less than it re-bills; it does not keep longer ones from being made."""
+    model = FakeSummarizer(delay=delay, text="s" * 160)
+    async with make_runtime() as runtime:
+        policy = small_policy(
+            model, keep=("messages", keep), trigger=("messages", keep + 2), land_at=("messages", keep + 1)
+        )
+        session = runtime.session("s", policy=policy)
+        messages: list[Message] = []
+        for k in range(60):
+            messages.append(H(f"<{k}>", size=64))
+            view = await session.commit(messages)
+            session.observe(messages)
+            assert len(view) < 3 * keep + 10
+            await settle(1)
+        assert len(session.receipts) >= 2 and all(r.tokens_after < r.tokens_before for r in session.receipts)
+        assert model.calls <= 4 * len(session.receipts) + 2, "results are not made to be thrown away"
+        coherent(session, runtime, live=len(session._handles.all()))

@@ -226,17 +226,64 @@ def test_promise_10_tenants_that_are_gone_are_forgotten() -> None:
     assert len(state.served) == MAX_TENANTS
 
 
+def test_promise_10_a_job_that_hangs_gives_its_slot_to_one_that_waits() -> None:
+    """After its patience, not before, and only to somebody; it counts no more, and its end frees nothing twice."""
+    state = new(stray_s=60.0)
+    assert submit(state, 1) == [Start(1)]
+    assert step(state, Tick(now=100.0)) == [] and not state.strays, "nobody waits: it keeps its slot"
+    assert submit(state, 2, now=100.0) == [Start(2)]
+    assert (list(state.strays), list(state.running)) == ([1], [2])
+    assert submit(state, 3, now=110.0) == [], "there is one stray for each slot"
+    assert step(state, Finish(now=120.0, job_id=1)) == [Wake(160.0)]
+    assert step(state, Tick(now=159.0)) == [Wake(160.0)]
+    assert step(state, Tick(now=160.0)) == [Start(3)]
+    assert (list(state.strays), list(state.running)) == ([2], [3])
+    assert step(state, Finish(now=161.0, job_id=3)) == []
+    assert submit(state, 4, now=161.0) == [Start(4)], "the slot is free, though the stray still runs"
+
+
+def test_a_job_may_have_a_patience_of_its_own() -> None:
+    """Where its usual duration is known; and the one that is over time the longest goes first."""
+    state = new(concurrency=2, stray_s=60.0)
+    submit(state, 1)
+    submit(state, 2, patience_s=10.0)
+    assert submit(state, 3, now=1.0) == [Wake(10.0)]
+    assert step(state, Tick(now=10.0)) == [Start(3)] and list(state.strays) == [2]
+    assert submit(state, 4, now=65.0) == [Start(4)] and list(state.strays) == [2, 1]
+    assert submit(state, 5, now=66.0) == [], "no more strays than slots, so no alarm either"
+
+
+def test_strays_can_be_stopped_promoted_and_deferred() -> None:
+    """A stray is a running job in every other respect, its id is in use, and deferred jobs take no slot from it."""
+    state = new(concurrency=2, stray_s=10.0)
+    submit(state, 1)
+    submit(state, 2)
+    submit(state, 3, now=10.0)
+    submit(state, 4, now=10.0)
+    assert sorted(state.strays) == [1, 2] and sorted(state.running) == [3, 4]
+    with pytest.raises(ValueError, match="in use"):
+        submit(state, 1, now=11.0)
+    step(state, Promote(now=11.0, job_id=1))
+    assert state.strays[1].lane is Lane.PROMOTED
+    assert step(state, Cancel(now=11.0, job_id=1)) == [Stop(1, Reason.CANCELLED)]
+    assert step(state, Defer(now=11.0, job_id=2, until=50.0)) == [Wake(50.0)], "not before its own time"
+    stopped = step(state, Close(now=12.0))
+    assert {e.job_id for e in stopped if isinstance(e, Stop)} == {1, 3, 4}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random histories of jobs, checked after every step against what was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = State(concurrency=3, max_pending=5, starvation_s=30.0, max_defer_s=60.0)
+        self.state = State(concurrency=3, max_pending=5, starvation_s=30.0, max_defer_s=60.0, stray_s=50.0)
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
         self.where: dict[int, str] = {}
         self.queued_at: dict[int, float] = {}
         self.not_before: dict[int, float] = {}
+        self.stray_at: dict[int, float] = {}
+        self.strays: set[int] = set()
         self.promoted: list[int] = []
         self.closed = False
         self.wake: float | None = None
@@ -256,7 +303,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.where[job_id] == "waiting", "started twice, or after its end"
                     self.check_choice(job_id, waiting)
                     waiting.discard(job_id)
+                    self.make_room()
                     self.where[job_id] = "running"
+                    patience = self.jobs[job_id].patience_s
+                    self.stray_at[job_id] = self.now + (50.0 if patience is None else patience)
                 case Drop(job_id=job_id, reason=reason):
                     assert self.where[job_id] == "waiting", "dropped twice, or while it runs"
                     waiting.discard(job_id)
@@ -267,6 +317,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.wake = at
         if isinstance(event, Close) and not event.drain:
             assert not self.state.queue
+
+    @property
+    def holding(self) -> list[int]:
+        """Those that hold a slot."""
+        return [i for i, where in self.where.items() if where == "running" and i not in self.strays]
+
+    def make_room(self) -> None:
+        """A job starts: there is a slot, or the one that is over its time the longest has to leave its own."""
+        if len(self.holding) == 3:
+            stray = min(self.holding, key=self.stray_at.__getitem__)
+            assert self.stray_at[stray] <= self.now and len(self.strays) < 3
+            self.strays.add(stray)
 
     def check_choice(self, chosen: int, waiting: set[int]) -> None:
         ready = [job_id for job_id in waiting if self.not_before[job_id] <= self.now]
@@ -279,7 +341,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [self.jobs[job_id] for job_id, where in self.where.items() if where == "running"]
         running_of = {t: sum(other.tenant == t for other in running) for t in "abc"}
         starved = {job_id for job_id in ready if self.now - self.queued_at[job_id] > 30.0}
-        children = {t: sum(other.child and other.tenant == t for other in running) for t in "abc"}
+        held = [self.jobs[job_id] for job_id in self.holding]
+        children = {t: sum(other.child and other.tenant == t for other in held) for t in "abc"}
         free = [i for i in ready if i in starved or not (self.jobs[i].child and children[self.jobs[i].tenant] >= 1)]
         if free:
             assert chosen in free, "sub-agents over their share come last"
@@ -299,11 +362,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         child=st.booleans(),
         due=st.none() | st.floats(0, 500),
         promoted=st.integers(0, 9).map(lambda n: n == 0),
+        patience_s=st.none() | st.floats(0, 200),
     )
-    def submit(self, tenant: str, child: bool, due: float | None, promoted: bool) -> None:
+    def submit(self, tenant: str, child: bool, due: float | None, promoted: bool, patience_s: float | None) -> None:
         job_id = len(self.jobs) + 1
         lane = Lane.PROMOTED if promoted else Lane.LOOKAHEAD
-        self.jobs[job_id] = Job(id=job_id, tenant=tenant, child=child, due=due, lane=lane)
+        self.jobs[job_id] = Job(id=job_id, tenant=tenant, child=child, due=due, lane=lane, patience_s=patience_s)
         self.where[job_id] = "waiting"
         self.queued_at[job_id] = self.now
         self.not_before[job_id] = -math.inf
@@ -319,11 +383,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def any_in(self, *where: str) -> bool:
         return any(w in where for w in self.where.values())
 
+    def ended(self, job_id: int, where: str) -> None:
+        self.where[job_id] = where
+        self.strays.discard(job_id)
+
     @precondition(lambda self: self.any_in("running"))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         job_id = self.some(data, "running")
-        self.where[job_id] = "finished"
+        self.ended(job_id, "finished")
         self.send(Finish(now=self.now, job_id=job_id))
 
     @precondition(lambda self: self.any_in("running"))
@@ -332,9 +400,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         job_id = self.some(data, "running")
         if job_id in self.promoted:  # the pool runs these
             return
-        self.where[job_id] = "waiting"
         self.not_before[job_id] = self.now + seconds
-        running_since = self.state.running[job_id].deferred_at
+        running_since = (self.state.running | self.state.strays)[job_id].deferred_at
+        self.ended(job_id, "waiting")
         self.not_before[job_id] = min(self.now + seconds, (running_since or self.now) + 60.0)
         self.send(Defer(now=self.now, job_id=job_id, until=self.now + seconds))
 
@@ -371,23 +439,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def bounded_and_complete(self) -> None:
         """The bounds hold, and every job is exactly where the owner thinks it is: none lost, none twice."""
-        assert len(self.state.running) <= 3
+        assert len(self.state.running) <= 3 and len(self.state.strays) <= 3
         assert len(self.state.queue) <= 5
         assert sorted(self.state.queue) == sorted(i for i, w in self.where.items() if w == "waiting")
-        assert sorted(self.state.running) == sorted(i for i, w in self.where.items() if w == "running")
+        assert sorted(self.state.running) == sorted(self.holding)
+        assert set(self.state.strays) == self.strays
 
     @invariant()
     def nothing_idles(self) -> None:
-        """A free slot and a job that may start never go together, and a deferred one has its alarm set."""
-        if len(self.state.running) < 3 and self.state.queue:
-            assert self.wake is not None
+        """A free slot and a job that may start never go together, and a deferred one has its alarm set. Nor do one
+        that waits and one that is over its time, as long as there may be more strays."""
+        if not self.state.queue:
+            return
+        ready = any(self.not_before[i] <= self.now for i in self.state.queue)
+        if len(self.holding) < 3:
+            assert self.wake is not None and not ready
+        elif len(self.strays) < 3:
+            assert self.wake is not None and self.wake >= min(self.stray_at[i] for i in self.holding)
+            assert not ready or self.wake > self.now
 
     def teardown(self) -> None:
         """When running jobs finish, everything that waits comes to its end."""
         for _ in range(1000):
             running = [i for i, w in self.where.items() if w == "running"]
             if running:
-                self.where[running[0]] = "finished"
+                self.ended(running[0], "finished")
                 self.send(Finish(now=self.now, job_id=running[0]))
             elif self.wake is not None:
                 self.now = max(self.now, self.wake)

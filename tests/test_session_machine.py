@@ -19,14 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from helpers import CODEC, A, Events, FlakyStore, H, Message, S, T, marks, problems, same_objects
 from searching import machine_settings
 from smoothctx import (
+    BreakEven,
     ConfigurationError,
     Finish,
     HandleError,
     HandleState,
     Immediate,
     KeepRecent,
+    KStepOff,
     LookaheadHandle,
     Policy,
+    Prices,
     Reason,
     Runtime,
     Salvage,
@@ -106,7 +109,8 @@ class Conversations(RuleBasedStateMachine):
         self.dead: list[LookaheadHandle] = []
 
     @initialize(
-        commit=st.sampled_from(["ready", "hard_limit"]),
+        commit=st.sampled_from(["ready", "hard_limit", KStepOff(2), BreakEven(Prices(3.0, 0.3, 15.0), turns=40)]),
+        idle=st.sampled_from([None, None, 20.0]),
         overrun=st.sampled_from(["promote", "promote", "fallback", "raw"]),
         discard=st.sampled_from([Salvage(), Salvage(ttl=60, max_bytes=2000), Immediate(), Finish()]),
         source=st.sampled_from(["view", "raw"]),
@@ -120,7 +124,8 @@ class Conversations(RuleBasedStateMachine):
     )
     def begin(
         self,
-        commit: str,
+        commit: Any,
+        idle: float | None,
         overrun: str,
         discard: Any,
         source: str,
@@ -144,7 +149,7 @@ class Conversations(RuleBasedStateMachine):
             ),
             context_window=WINDOW, trigger=("fraction", 0.5), land_at=("fraction", 0.3), commit=commit,
             overrun=overrun, discard=discard, max_wait=MAX_WAIT, fallback=KeepRecent(("messages", 3)),
-            max_message_tokens=entry,
+            max_message_tokens=entry, idle=idle,
         )  # fmt: skip
         session = self.runtime.session("s0", policy=self.policy)
         messages = [S()] if system else []

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from helpers import A, FakeSummarizer, FlakyStore, H, Message, S, T, chat, make_policy, make_runtime, problems, virtual
 from smoothctx import Offload, OpenAIMessages
-from smoothctx.codec import IN_FIRST_RESULT, SeveralResults, openai_messages, results_of
+from smoothctx.codec import SeveralResults, openai_messages, results_of, with_results
 from smoothctx.history import History
 from smoothctx.segments import segment
 from smoothctx.transforms.base import TransformRequest
@@ -40,12 +40,15 @@ class Grouped(OpenAIMessages):
         return sum(map(super().estimate, message.get("results", (message,))))
 
     def with_text(self, message: Any, text: str) -> Any:
-        """The text in the first result."""
+        """The text in the only result."""
         if "results" not in message:
             return super().with_text(message, text)
-        texts = [text, *[IN_FIRST_RESULT] * (len(message["results"]) - 1)]
-        results = [{**r, "content": t} for r, t in zip(message["results"], texts, strict=True)]
-        return {**message, "results": results}
+        (only,) = message["results"]
+        return self.joined(message, [super().with_text(only, text)])
+
+    def joined(self, message: Any, parts: Sequence[Any]) -> Any:
+        """These results."""
+        return {**message, "results": list(parts)}
 
     def to_openai(self, message: Any) -> dict[str, Any]:
         """The first result."""
@@ -77,6 +80,12 @@ def test_a_codec_says_whether_a_message_holds_several_results() -> None:
     assert results_of(CODEC, single)[0] is single
     assert results_of(CODEC, several) == several["results"]
     assert [m["tool_call_id"] for m in openai_messages(CODEC, several)] == ["1", "2"]
+    assert with_results(CODEC, several, [T("1", "x"), T("2")]) == R(T("1", "x"), T("2"))
+    assert (
+        with_results(CODEC, single, [T("1", "x")])
+        == T("1", "x")
+        == with_results(OpenAIMessages(), single, [T("1", "x")])
+    )
     assert openai_messages(CODEC, H("hi")) == [H("hi")]
 
 
@@ -128,7 +137,47 @@ async def test_offload_leaves_every_call_answered() -> None:
     kept = await Offload(store=store, min_tokens=100).apply(
         TransformRequest(messages=again, before=[], codec=CODEC, store=store)
     )
-    assert kept.messages[1] is again[1], "a page that was read again is not offloaded again"
+    first, page = kept.messages[1]["results"]
+    assert page is again[1]["results"][1], "a page that was read again is not offloaded again"
+    assert "[offloaded: " in first["content"], "what stands beside it is"
+
+
+@virtual
+async def test_offload_judges_each_result_on_its_own() -> None:
+    """A small result beside a huge one stays word for word, whichever comes first, and so does the latest."""
+    big, small, later = T("1", "x", size=400), T("2", "BALANCE=4711"), T("3", "z", size=400)
+    for results in ([big, small, later], [small, big, later]):
+        messages = [A("a", "1", "2", "3"), R(*results)]
+        store = FlakyStore()
+        made = await Offload(store=store, min_tokens=100).apply(
+            TransformRequest(messages=messages, before=[], codec=CODEC, store=store)
+        )
+        shown = {r["tool_call_id"]: r for r in made.messages[1]["results"]}
+        assert shown["2"] is small and shown["3"] is later
+        assert "[offloaded: " in shown["1"]["content"] and len(store.puts) == 1
+        assert messages[1] == R(*results), "the framework's message is as it was"
+
+
+@virtual
+async def test_the_cap_on_single_results_judges_each_on_its_own() -> None:
+    """Only what is over the cap is offloaded on entry; the same message with small results is not touched."""
+    events: list[Any] = []
+    async with make_runtime(on_event=events.append) as runtime:
+        policy = make_policy(FakeSummarizer(), window=3000, max_message_tokens=100)
+        session = runtime.session("s", policy=policy, codec=CODEC)
+        small, big, huge = T("1", "BALANCE=4711"), T("2", "log", size=300), T("3", "other", size=400)
+        messages = [S(), H("q"), A("calling", "1", "2", "3"), R(big, small, huge)]
+        view = await session.commit(messages)
+        shown = {r["tool_call_id"]: r for r in view[-1]["results"]}
+        assert shown["1"] is small and not problems(flat(view))
+        stubs = [shown[k]["content"] for k in ("2", "3")]
+        ids = [e.data["id"] for e in events if e.name == "message.offloaded"]
+        assert len(ids) == 2 and all(k in stub for k, stub in zip(ids, stubs, strict=True))
+        assert big["content"] in await session.retrieve(ids[0])
+        assert await session.commit(messages) == view
+        many = [A("calling", "4", "5"), R(*[T(k, "medium", size=60) for k in ("4", "5")])]
+        view = await session.commit([*messages, *many])
+        assert view[-1] is many[-1], "together they are over the cap, each of them is not"
 
 
 @virtual
@@ -243,3 +292,33 @@ def test_property_grouped_results_pair_like_single_ones(messages: list[Message])
     for index, calls in whole.answers.items():
         start = whole.segments[whole.at(index) or 0].start
         assert all(start <= c < index for c in calls if c is not None)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from([20, 150, 400]), st.sampled_from(["run", "retrieve"])), min_size=1, max_size=3
+        ),
+        max_size=5,
+    ),
+    st.integers(0, 4),
+)
+def test_property_grouping_changes_nothing_about_what_is_offloaded(
+    groups: list[list[tuple[int, str]]], keep_recent: int
+) -> None:
+    """Each result becomes the same text, or stays the same, whether it comes alone or with others in one message."""
+    grouped: list[Message] = []
+    for g, group in enumerate(groups):
+        ids = [f"{g}-{k}" for k in range(len(group))]
+        called = A("calling", *ids)
+        for call, (_, name) in zip(called["tool_calls"], group, strict=True):
+            call["function"]["name"] = name
+        grouped += [called, R(*[T(i, f"<{i}>", size=size) for i, (size, _) in zip(ids, group, strict=True)])]
+
+    async def offloaded(messages: list[Message]) -> list[Message]:
+        store = FlakyStore()
+        offload = Offload(min_tokens=100, keep_recent=keep_recent, store=store)
+        made = await offload.apply(TransformRequest(messages=messages, before=[], codec=CODEC, store=store))
+        return flat(made.messages)
+
+    assert asyncio.run(offloaded(grouped)) == asyncio.run(offloaded(flat(grouped)))

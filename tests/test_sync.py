@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,12 +17,14 @@ from smoothctx import (
     HandleState,
     Immediate,
     Isolate,
+    MemoryStore,
     Policy,
     Reason,
     Runtime,
     StaleHandle,
     Summarize,
 )
+from smoothctx.launch import UNREADABLE
 
 
 class Model:
@@ -134,6 +136,35 @@ def test_offloaded_content_can_be_read_before_the_store_has_it() -> None:
             assert Refuses.asked == 0 and "line of text" in await session.retrieve(content_id)
 
     asyncio.run(main())
+
+
+def test_offloaded_content_is_read_from_every_loop_and_without_one() -> None:
+    """The store is asked on the runtime's own loop, whoever asks; when that is gone the model is told so."""
+
+    class Bound(MemoryStore):
+        loops: ClassVar[set[asyncio.AbstractEventLoop]] = set()
+
+        async def get(self, tenant: str, key: str) -> bytes | None:
+            self.loops.add(asyncio.get_running_loop())
+            return await super().get(tenant, key)
+
+    with Runtime.in_thread(store=Bound()) as runtime:
+        options = {"trigger": ("tokens", 5000), "hard_limit": ("tokens", 9000), "land_at": ("tokens", 2000)}
+        session = runtime.session("s", policy=Policy(Summarize(Model()), max_message_tokens=50, **options))
+        call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+        view = session.commit_sync(
+            [
+                {"role": "user", "content": "read it"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "line of text\n" * 200},
+            ]
+        )
+        content_id = view[2]["content"].split('id="')[1].split('"')[0]
+        assert "line of text" in session.retrieve_sync(content_id)
+        assert "line of text" in asyncio.run(session.retrieve(content_id))
+        assert session.retrieve_sync("0" * 24).startswith("error: no offloaded content")
+        assert len(Bound.loops) == 1
+    assert session.retrieve_sync(content_id) == asyncio.run(session.retrieve(content_id)) == UNREADABLE
 
 
 def test_the_least_recently_used_session_is_closed_first() -> None:

@@ -162,4 +162,11 @@ def test_wrong_options_are_named(make: Any, message: str) -> None:
 
 def test_transforms_known_by_name() -> None:
     """What schedule_transform accepts as a name."""
-    assert set(named_transforms()) == {"summarize", "offload", "keep_recent", "isolate"}
+    assert set(named_transforms()) == {
+        "summarize",
+        "parallel_summarize",
+        "offload",
+        "keep_recent",
+        "isolate",
+        "speculate",
+    }

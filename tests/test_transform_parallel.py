@@ -203,6 +203,13 @@ async def test_two_useless_answers_are_refused(bad: Any) -> None:
     assert len(model.requests) == 2
 
 
+async def test_for_benchmarks_a_cut_text_is_accepted() -> None:
+    """It is what it is: not asked for again."""
+    model = FakeModel(CUT)
+    result = await make(model, fixed_tokens=True).apply(request(chat(3), max_tokens=500))
+    assert result.text == "It was cut" and len(model.requests) == 1
+
+
 async def test_usage_is_told_call_by_call() -> None:
     """Also of answers that were refused."""
     told: list[int] = []
@@ -438,6 +445,7 @@ def test_it_is_a_transform() -> None:
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"prompt": " "}, "prompt=' '"),
         ({"facts": 1}, "facts=1"),
+        ({"fixed_tokens": 1}, "fixed_tokens=1"),
         ({"keep": ("turns", 3)}, "keep=('turns', 3)"),
         ({"window": 500}, "window=500: must leave room for input beside max_tokens=2000"),
         ({"model_id": ""}, "model_id=''"),

@@ -287,11 +287,8 @@ async def test_wrong_types_are_named() -> None:
     with pytest.raises(TransformError, match=r"model: expected a str \(or a ModelReply\), got dict"):
         await Summarize(FakeModel({"content": "x"})).apply(request(chat(3)))
 
-    def not_async(messages: list[dict[str, Any]], *, max_tokens: int | None = None):  # type: ignore[no-untyped-def]
-        return "text"
-
     with pytest.raises(TransformError, match="model: it returned str at once; expected an async function"):
-        await Summarize(not_async).apply(request(chat(3)))
+        await Summarize(lambda messages, **_: "text").apply(request(chat(3)))
     with pytest.raises(TransformError, match=r"engine reply: expected \.text to be a str, got int"):
         await Summarize(FakeEngine(ModelReply(text=3))).apply(request(chat(3)))  # type: ignore[arg-type]
     with pytest.raises(TransformError, match="there are no messages"):
@@ -503,16 +500,6 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     model = options.pop("model", FakeModel()) if "model" in options else FakeModel()
     with pytest.raises(ConfigurationError, match=message):
         Summarize(model, **options)
-
-
-def test_sync_function_is_refused_at_construction() -> None:
-    """A function annotated as returning str is certainly not async."""
-
-    def model(messages: list[dict[str, Any]], *, max_tokens: int | None = None) -> str:
-        return ""
-
-    with pytest.raises(ConfigurationError, match="it is not async"):
-        Summarize(model)
 
 
 def test_fingerprint_covers_every_option_and_the_model() -> None:

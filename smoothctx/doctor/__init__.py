@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .examine import Settings, examine
+from .examine import Examination, Settings, examine
 from .findings import Finding, Status
 
-__all__ = ("Finding", "Settings", "Status", "examine")
+__all__ = ("Examination", "Finding", "Settings", "Status", "examine")

@@ -44,10 +44,11 @@ async def renders(files: Sequence[Path], command: str | None, *, pause_s: float 
         if run:
             await anyio.sleep(pause_s)
         assert command is not None
-        with anyio.move_on_after(_COMMAND_S) as scope:
-            done = await anyio.run_process(["/bin/sh", "-c", command], check=False)
-        if scope.cancelled_caught:
-            raise ConfigurationError(f"--prompt-command {command!r}: not done after {_COMMAND_S:g} s")
+        try:
+            with anyio.fail_after(_COMMAND_S):
+                done = await anyio.run_process(["/bin/sh", "-c", command], check=False)
+        except TimeoutError:
+            raise ConfigurationError(f"--prompt-command {command!r}: not done after {_COMMAND_S:g} s") from None
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace").strip()[-200:]
             raise ConfigurationError(f"--prompt-command {command!r}: exit code {done.returncode}: {said}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from .binding import Binding, EngineBinding
+from .calibration import Calibration, Sample, calibrate
 from .client import OpenAIEngine
 from .completion import Completion, Stream
 from .embedded import EmbeddedEngine
@@ -16,6 +17,7 @@ from .weights import find_weights
 
 __all__ = (
     "Binding",
+    "Calibration",
     "Capabilities",
     "Completion",
     "EmbeddedEngine",
@@ -24,6 +26,8 @@ __all__ = (
     "OpenAIEngine",
     "PreloadReport",
     "Preloader",
+    "Sample",
     "Stream",
+    "calibrate",
     "find_weights",
 )

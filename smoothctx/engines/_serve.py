@@ -8,6 +8,7 @@ the first line on stdin is the key that callers must present. Once the model is 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -33,8 +34,7 @@ def _follow(parent: int) -> None:
 
 
 def _load(settings: dict[str, Any], key: str) -> Any:
-    import xllamacpp
-
+    xllamacpp: Any = importlib.import_module("xllamacpp")
     slots, threads = settings["slots"], settings["threads"]
     params = xllamacpp.CommonParams()
     params.model.path = settings["model"]

@@ -39,6 +39,8 @@ class Rates:
     def __init__(self) -> None:
         self.prefill: float | None = None
         self.decode: float | None = None
+        #: seconds that one token of context adds to a decoded one; only ``calibrate`` measures it
+        self.attention_s: float | None = None
 
     def learn(self, completion: Completion) -> None:
         """Take one finished stream; only what the server reported counts."""

@@ -23,6 +23,7 @@ from ._child import Child
 from .binding import EngineBinding
 from .client import OpenAIEngine
 from .flavours import Capabilities
+from .preload import CHUNK_DELAY_S, Strategy
 from .slots import SlotBinding, SlotTable
 from .weights import check_gguf, find_weights
 from .wire import Answer
@@ -44,6 +45,9 @@ class EmbeddedEngine(OpenAIEngine):
             most eight).
         batch: tokens evaluated at a time: what a foreground call waits for a background one at most.
         chat_template: a template's name that llama.cpp knows; by default the model's own.
+        preload_strategy: ``"growing"`` prefixes, or one request that is aborted when a turn begins (``"abort"``, the
+            default here); see ``Preloader``.
+        chunk_delay_s: seconds that one chunk of a growing preload may cost a turn.
         start_timeout_s: seconds for loading the model.
         timeout_s: seconds without any byte from the server before a call fails.
 
@@ -60,6 +64,8 @@ class EmbeddedEngine(OpenAIEngine):
         threads: int | None = None,
         batch: int = 128,
         chat_template: str | None = None,
+        preload_strategy: Strategy | None = None,
+        chunk_delay_s: float = CHUNK_DELAY_S,
         start_timeout_s: float = 60.0,
         timeout_s: float = 300.0,
     ) -> None:
@@ -84,6 +90,8 @@ class EmbeddedEngine(OpenAIEngine):
             context_window=context_window,
             timeout_s=timeout_s,
             preload=True,
+            preload_strategy=preload_strategy,
+            chunk_delay_s=chunk_delay_s,
         )
         self.slots = slots
         self._trust_env = False  # a proxy has no way to our own process

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec import Codec, OpenAIMessages
+from ..codec import Codec, OpenAIMessages, results_of, with_results
 from ..cuts import Run, kept_inside, safe_end
 from ..errors import ConfigurationError
 from ..history import History
@@ -197,7 +197,14 @@ class _Checker:
         return history.last_user >= case.end or all(self._codec.role(m) != "user" for m in group)
 
     def _group(self) -> Group:
-        return [self._codec.with_text(m, self._text()) for m in self._rng.choice(self._groups)]
+        return [self._reworded(m) for m in self._rng.choice(self._groups)]
+
+    def _reworded(self, message: Any) -> Any:
+        codec = self._codec
+        if codec.role(message) != "tool":
+            return codec.with_text(message, self._text())
+        parts = [codec.with_text(part, self._text()) for part in results_of(codec, message)]
+        return with_results(codec, message, parts)
 
     def _text(self) -> str:
         return " ".join(self._rng.choices(_WORDS, k=self._rng.randint(1, 40)))

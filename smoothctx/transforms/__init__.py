@@ -13,10 +13,12 @@ from .keep_recent import KeepRecent
 from .model import Model, ModelEngine, ModelReply
 from .offload import Offload
 from .parallel import ParallelSummarize
+from .speculate import Candidate, Speculate
 from .summarize import Summarize
 from .validators import NotSmaller, Validator, default_validators, validate
 
 __all__ = (
+    "Candidate",
     "Chain",
     "Facts",
     "Isolate",
@@ -30,6 +32,7 @@ __all__ = (
     "ParallelSummarize",
     "Rewrite",
     "Size",
+    "Speculate",
     "Summarize",
     "Transform",
     "TransformRequest",
@@ -43,4 +46,4 @@ __all__ = (
 
 def named_transforms() -> dict[str, Callable[..., Any]]:
     """The transforms that ``schedule_transform`` knows by name."""
-    return {t.name: t for t in (Summarize, ParallelSummarize, Offload, KeepRecent, Isolate)}
+    return {t.name: t for t in (Summarize, ParallelSummarize, Offload, KeepRecent, Isolate, Speculate)}

@@ -45,6 +45,7 @@ class TransformRequest:
     (and what the agent's engine has cached); ``None`` where that is the same.
     ``max_tokens``: the messages are one block of the conversation, and its summary may have that many tokens in all;
     ``None``: the transform's own options say how the run is cut and what it may cost.
+    ``missed``: what an earlier result for these messages lacked: a summariser is told. Not part of any key.
     ``on_usage``: called with the usage of each model call as it ends, so that failed work is accounted too.
     """
 
@@ -61,6 +62,7 @@ class TransformRequest:
     context_tokens: int | None = None
     shown: Sequence[Any] | None = None
     max_tokens: int | None = None
+    missed: str | None = None
     on_usage: Callable[[Usage], None] | None = None
     #: options for a model call that should reuse the agent's cached prefix (tools, template, salt, lane, ...)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,13 +74,16 @@ class Rewrite:
 
     A message that is passed on unchanged must be the same object. ``text`` is what the model itself wrote
     (for validators), ``None`` for transforms without a model. ``opening``: the messages
-    open a conversation of their own (``Isolate``) and stand for nothing.
+    open a conversation of their own (``Isolate``) and stand for nothing. ``alternatives``: one rewrite per candidate,
+    among which the commit chooses (``Speculate``), ``None`` for one that is not there; ``messages`` are those of the
+    first there is, and ``usage`` is that of all.
     """
 
     messages: Sequence[Any]
     usage: Usage = Usage()
     text: str | None = None
     opening: bool = False
+    alternatives: tuple[Rewrite | None, ...] = ()
 
 
 @runtime_checkable

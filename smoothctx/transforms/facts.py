@@ -136,7 +136,7 @@ def extract(
         for call in codec.calls(message):
             if call.name:
                 tools.append(call.name)
-            strong.scan(_argument_text(call.arguments))
+            strong.scan(argument_text(call.arguments))
 
     def merged(kind: str, *, new: Sequence[str] = (), minor: Sequence[str] = ()) -> tuple[str, ...]:
         return tuple(_latest([*minor, *(v for c in carried for v in getattr(c, kind)), *new]))
@@ -272,7 +272,7 @@ class _Found:
             self._values[kind] += _latest(values)[-limit:]
 
 
-def _argument_text(arguments: str) -> str:
+def argument_text(arguments: str) -> str:
     """Call arguments as lines of text: JSON would hide paths behind its own escapes."""
     try:
         open_values: list[Any] = [json.loads(arguments[: SCAN_HEAD + SCAN_TAIL])]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from types import UnionType
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
+from ..endpoints import endpoint
 from ..errors import ConfigurationError, TransformError
 from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
@@ -78,7 +81,7 @@ class Model:
             raise ConfigurationError(f"{option}={model!r}: expected {EXPECTED}")
         elif not _takes_max_tokens(model):
             raise ConfigurationError(f"{option}={model!r}: it does not accept max_tokens=; expected {EXPECTED}")
-        elif inspect.isfunction(model) and not inspect.iscoroutinefunction(model) and _is_plain(model):
+        elif is_plain(model):
             raise ConfigurationError(f"{option}={model!r}: it is not async; expected {EXPECTED}")
         self._model: Any = model
         #: the engine, where the model is one
@@ -90,9 +93,13 @@ class Model:
         """Ask the model. ``options`` go to an engine only. What the model does to its input stays with it.
 
         Raises:
-            TransformError: when the answer is not of the expected type.
+            TransformError: when the answer is not of the expected type, or too many calls wait for this model.
         """
         own = copy.deepcopy(list(messages))
+        async with endpoint(self._model, self.identity):
+            return await self._asked(own, max_tokens, options)
+
+    async def _asked(self, own: list[dict[str, Any]], max_tokens: int, options: Mapping[str, Any] | None) -> ModelReply:
         if self.is_engine:
             return _read(await self._model.complete(own, max_tokens=max_tokens, **(options or {})))
         answer = self._model(own, max_tokens=max_tokens)
@@ -146,6 +153,25 @@ def _takes_max_tokens(model: Callable[..., Any]) -> bool:
     )
 
 
-def _is_plain(model: Any) -> bool:
-    """A function that certainly returns no awaitable: annotated as returning ``str``."""
-    return getattr(model, "__annotations__", {}).get("return") in (str, "str")
+def is_plain(fn: Any) -> bool:
+    """A function or method by ``def`` that does not say that it returns an awaitable.
+
+    A lambda, an object with ``__call__`` and a wrapper of an async function may do so without saying it.
+    """
+    if not (inspect.isfunction(fn) or inspect.ismethod(fn)) or fn.__name__ == "<lambda>":
+        return False
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(inspect.unwrap(fn)):
+        return False
+    try:
+        returned = get_type_hints(fn).get("return")
+    except Exception:  # a name that cannot be looked up
+        returned = inspect.signature(fn).return_annotation
+    kinds = get_args(returned) if isinstance(returned, UnionType) or get_origin(returned) is Union else (returned,)
+    return not any(map(_says_awaitable, kinds))
+
+
+def _says_awaitable(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return re.search(r"\b(Awaitable|Coroutine|CoroutineType|Future|Task)\b", annotation) is not None
+    kind = get_origin(annotation) or annotation
+    return isinstance(kind, type) and issubclass(kind, Awaitable)

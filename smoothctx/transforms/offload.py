@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
-from ..codec import Codec
+from ..codec import Codec, results_of, with_results
 from ..errors import ConfigurationError, TransformError
 from ..store import Store
 from ..tokens import count_text
@@ -65,7 +65,8 @@ class Offload:
     Args:
         store: where the content goes; by default the runtime's store.
         min_tokens: smaller results stay.
-        keep_recent: that many of the latest tool results stay, whatever their size.
+        keep_recent: that many of the latest tool results stay, whatever their size; in a message with several
+            each counts.
         preview_tokens: how much of the beginning stays in the stub.
         redact: called on each text before anything of it is stored or shown, e.g. to remove secrets.
 
@@ -124,23 +125,27 @@ class Offload:
             raise TransformError("offload: there is no store; give Offload(store=...) or a runtime with one")
         self.bind(store)
         out = list(request.messages)
-        results = [i for i, m in enumerate(out) if codec.role(m) == "tool"]
         names = call_names(request.messages, codec)
-        for i in results[: max(0, len(results) - self.keep_recent)]:
-            if TOOL_NAME in names[id(out[i])]:
+        each = [names.get(id(message), ()) for message in out]
+        left = sum(map(len, each)) - self.keep_recent  # results that are not among the latest
+        for i, (message, called) in enumerate(zip(request.messages, each, strict=True)):
+            stay = {k for k, name in enumerate(called) if k >= left or name == TOOL_NAME}
+            left -= len(called)
+            if len(stay) == len(called):
                 continue
-            made = offload_message(
-                out[i],
+            made = offload_results(
+                message,
                 codec,
+                stay=stay,
                 max_tokens=self.min_tokens,
                 preview_tokens=self.preview_tokens,
                 redact=self.redact,
                 pins=request.pins,
             )
             if made is not None:
-                stub, content_id, content = made
-                await store.put(request.tenant, content_id, content)
-                out[i] = stub
+                out[i], contents = made
+                for content_id, content in contents:
+                    await store.put(request.tenant, content_id, content)
         return Rewrite(messages=out)
 
     async def retrieve(self, id: str, offset: int = 0, limit: int = PAGE, *, tenant: str = "default") -> str:
@@ -188,6 +193,35 @@ async def retrieve(store: Readable, id: Any, offset: Any = 0, limit: Any = PAGE,
     return f"[{TOOL_NAME} id={id}: characters {first} to {end} of {len(text)}{more}]\n{text[first:end]}"
 
 
+def offload_results(
+    message: Any,
+    codec: Codec,
+    *,
+    stay: Container[int] = (),
+    max_tokens: int,
+    preview_tokens: int,
+    redact: Callable[[str], str] | None = None,
+    pins: Sequence[str] = (),
+) -> tuple[Any, list[tuple[str, bytes]]] | None:
+    """A tool message with a stub for each of its results that is too big, and what to store under which ids.
+
+    Each result is judged on its own (:func:`offload_message`); those whose position is in ``stay`` are not.
+    ``None`` when all stay.
+    """
+    parts = list(results_of(codec, message))
+    contents: list[tuple[str, bytes]] = []
+    for k, part in enumerate(parts):
+        made = None
+        if k not in stay:
+            made = offload_message(
+                part, codec, max_tokens=max_tokens, preview_tokens=preview_tokens, redact=redact, pins=pins
+            )
+        if made is not None:
+            parts[k] = made[0]
+            contents.append(made[1:])
+    return (with_results(codec, message, parts), contents) if contents else None
+
+
 def offload_message(
     message: Any,
     codec: Codec,
@@ -197,7 +231,7 @@ def offload_message(
     redact: Callable[[str], str] | None = None,
     pins: Sequence[str] = (),
 ) -> tuple[Any, str, bytes] | None:
-    """The stub for one message, the id of its content and the content to store under it; purely local.
+    """The stub for one result, the id of its content and the content to store under it; purely local.
 
     ``None`` when the message stays: it is small enough, is such a stub or a page of offloaded content, or
     the stub would not be smaller. Pinned texts stay in the stub.

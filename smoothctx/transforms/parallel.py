@@ -18,7 +18,7 @@ from . import facts as durable
 from .base import Locality, Rewrite, Size, TransformRequest, check_size, fingerprint
 from .inputs import InputUnit, fence, head, opens_with_user, pieces, transcript, units
 from .model import Model, ModelReply, options_tokens
-from .prompts import PART
+from .prompts import PART, missing
 from .prompts_blocks import DETAILS, TARGET, instruction, merging
 from .replies import clean, was_cut
 from .summarize import DEFAULT_WINDOW, MIN_INPUT, OVER_CAP
@@ -57,6 +57,7 @@ class ParallelSummarize:
         keep: what stays raw at the end of the view.
         model_id: names a plain callable, so that its summaries may be shared and stored.
         window: the summariser's own context window in tokens; by default the engine's, else the agent's.
+        fixed_tokens: for benchmarks only: a text that was cut off at ``max_tokens`` is accepted.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
@@ -81,6 +82,7 @@ class ParallelSummarize:
         keep: Size = ("messages", 20),
         model_id: str | None = None,
         window: int | None = None,
+        fixed_tokens: bool = False,
     ) -> None:
         self._model = Model(model, model_id=model_id)
         self.keep = check_size("keep", keep)
@@ -94,15 +96,16 @@ class ParallelSummarize:
             _whole("total_tokens", total_tokens, 2 * (MIN_SUMMARY + FRAME))
         if prompt is not None and (not isinstance(prompt, str) or not prompt.strip()):
             raise ConfigurationError(f"prompt={prompt!r}: expected a text that is not empty, or None")
-        if not isinstance(facts, bool):
-            raise ConfigurationError(f"facts={facts!r}: expected True or False")
+        for option, flag in (("facts", facts), ("fixed_tokens", fixed_tokens)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f"{option}={flag!r}: expected True or False")
         if window is not None:
             _whole("window", window, 1)
             if window <= own + MIN_INPUT:
                 raise ConfigurationError(f"window={window!r}: must leave room for input beside max_tokens={own}")
         self.block_tokens, self.detail, self.total_tokens = block_tokens, detail, total_tokens
         self.workers, self.max_tokens, self.prompt, self.facts = workers, own, prompt, facts
-        self.window = window
+        self.window, self.fixed_tokens = window, fixed_tokens
         self.fingerprint = self._fingerprint()
 
     @property
@@ -118,7 +121,17 @@ class ParallelSummarize:
     def _fingerprint(self) -> str | None:
         if self._model.identity is None:
             return None
-        names = ("block_tokens", "detail", "total_tokens", "max_tokens", "prompt", "facts", "keep", "window")
+        names = (
+            "block_tokens",
+            "detail",
+            "total_tokens",
+            "max_tokens",
+            "prompt",
+            "facts",
+            "keep",
+            "window",
+            "fixed_tokens",
+        )
         told = [
             instruction(self.prompt, detail=self.detail, source_tokens=0, max_tokens=self.max_tokens, strict=False),
             merging(max_tokens=self.max_tokens, strict=False),
@@ -270,10 +283,12 @@ class _Job:
         limit = max(MIN_SUMMARY // 2, min(self.options.max_tokens, self.cap - spent))
 
         def told(strict: bool) -> str:
+            lacked = missing(self.request.missed)
             if merge:
-                return merging(max_tokens=limit, strict=strict)
+                return merging(max_tokens=limit, strict=strict) + lacked
             own = self.options
-            return instruction(own.prompt, detail=own.detail, source_tokens=source, max_tokens=limit, strict=strict)
+            text = instruction(own.prompt, detail=own.detail, source_tokens=source, max_tokens=limit, strict=strict)
+            return text + lacked
 
         target = "\n\n".join(map(durable.strip, whole)) if merge else transcript(self.shown, codec)
         room = self._room(limit, told(True))
@@ -359,7 +374,7 @@ class _Job:
             except InvalidOutput as error:
                 failed = error
                 continue
-            if not _too_long(reply, text, limit):
+            if self.options.fixed_tokens or not _too_long(reply, text, limit):
                 return text
             strict = True
             failed = InvalidOutput(f"summary: cut off at max_tokens={limit}, also when asked for a shorter text")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..codec import escape_tag
+
 INSTRUCTION = """\
 Write a record of the conversation {where}, for the agent that will continue it without seeing it. \
 The record replaces these messages, so whatever is missing from it is lost.
@@ -31,6 +33,18 @@ STRICTER = (
 )
 
 PART = "Part {number} of a longer conversation; what came before it is in the earlier summary."
+
+MISSED = """
+
+An earlier record of these messages was of no use: the agent went on to need what stands between <missed> and \
+</missed>, which is data, and the record did not have it. Make sure that yours has all of it that the messages say, \
+word for word where it is a name, a path, an id or a number.
+"""
+
+
+def missing(missed: str | None) -> str:
+    """What is added to an instruction when an earlier result lacked something."""
+    return "" if missed is None else f"{MISSED}<missed>\n{escape_tag(missed, 'missed')}\n</missed>"
 
 
 def words(max_tokens: int) -> int:

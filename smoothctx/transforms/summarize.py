@@ -13,7 +13,7 @@ from . import facts as durable
 from .base import Locality, Rewrite, Size, TransformRequest, check_size, fingerprint
 from .inputs import InputUnit, fence, head, opens_with_user, pieces, plain, transcript, units
 from .model import Model, ModelReply, options_tokens
-from .prompts import PART, STANDALONE_SYSTEM, instruction
+from .prompts import PART, STANDALONE_SYSTEM, instruction, missing
 from .replies import clean, was_cut
 
 LAYOUTS = ("aligned", "standalone")
@@ -181,7 +181,8 @@ class _Run:
         """Tokens of input that fit the summariser's window beside the instruction and the answer."""
         options = self.options
         window = options.window or self.model.window or self.request.context_tokens or DEFAULT_WINDOW
-        spent = options.max_tokens + count_text(options._instruction(strict=True)) + 2 * MESSAGE_TOKENS
+        told = options._instruction(strict=True) + missing(self.request.missed)
+        spent = options.max_tokens + count_text(told) + 2 * MESSAGE_TOKENS
         spent += options_tokens(self._request_options())
         if options.layout == "standalone":
             spent += count_text(STANDALONE_SYSTEM) + 16
@@ -257,7 +258,7 @@ class _Run:
         return was_cut(reply) or count_text(text) > OVER_CAP * self.options.max_tokens + MIN_INPUT
 
     def _with_instruction(self, messages: list[dict[str, Any]], *, strict: bool) -> list[dict[str, Any]]:
-        text = self.options._instruction(strict=strict)
+        text = self.options._instruction(strict=strict) + missing(self.request.missed)
         if self.options.layout == "aligned":
             return opens_with_user([*messages, {"role": "user", "content": text}])
         system, user = messages

@@ -34,7 +34,7 @@ from hypothesis import given, strategies as st
 from streams import Model, call, exported, imported
 
 from smoothctx import ConfigurationError, MessageError, segments
-from smoothctx.codec import IN_FIRST_RESULT, openai_messages
+from smoothctx.codec import openai_messages
 from smoothctx.digest import chain
 from smoothctx.tokens import MEDIA_TOKENS
 from smoothctx_autogen.ag2 import ConfigModel, EventMessage, EventMessages
@@ -99,15 +99,38 @@ def test_a_wrapper_answers_all_its_calls() -> None:
     """One message, several results: one dict each for a request."""
     message = EventMessage(results(("a", "1"), ("b", "2")))
     assert [(m["tool_call_id"], m["content"]) for m in openai_messages(CODEC, message)] == [("a", "1"), ("b", "2")]
-    short = CODEC.with_text(message, "stub")
-    assert [(r.parent_id, r.result.parts[0].content) for r in short.event.results] == [
-        ("a", "stub"),
-        ("b", IN_FIRST_RESULT),
-    ]
+    first, second = CODEC.results(message)
+    short = CODEC.joined(message, [CODEC.with_text(first, "stub"), second])
+    assert [(r.parent_id, r.result.parts[0].content) for r in short.event.results] == [("a", "stub"), ("b", "2")]
+    assert [r.result.parts[0].content for r in message.event.results] == ["1", "2"]
     loose = [*turn("a")[2:6]]
     held = read([*loose, results(("a", "1"))])
     woven = weave([held[0], CODEC.with_text(held[1], "stub")], held)
     assert not any(isinstance(e, ToolResultEvent) for e in woven), "no copy of what was shortened"
+
+
+def test_only_copies_of_what_was_shortened_are_left_out() -> None:
+    """The loose record of a result that stayed is sent as ever, and what came with the message stays with it."""
+    held = read(turn("a", "b"))
+    place = next(k for k, m in enumerate(held) if CODEC.role(m) == "tool")
+    parts = list(CODEC.results(held[place]))
+    short = CODEC.joined(held[place], [parts[0], CODEC.with_text(parts[1], "stub")])
+    assert short.after == held[place].after
+    woven = weave([*held[:place], short, *held[place + 1 :]], held)
+    assert [e.parent_id for e in woven if isinstance(e, ToolResultEvent)] == ["a"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.text("xy ", max_size=5)), min_size=2, max_size=5), st.data())
+def test_results_are_taken_apart_and_joined(pairs: list[tuple[str, str]], data: st.DataObject) -> None:
+    """Whichever are shortened: what is joined holds exactly these parts."""
+    message = EventMessage(results(*pairs))
+    parts = list(CODEC.results(message))
+    assert CODEC.visible(CODEC.joined(message, parts)) == CODEC.visible(message)
+    shorter = data.draw(st.sets(st.sampled_from(range(len(parts)))))
+    parts = [CODEC.with_text(p, "stub") if k in shorter else p for k, p in enumerate(parts)]
+    made = CODEC.joined(message, parts)
+    assert [CODEC.visible(p) for p in CODEC.results(made)] == [CODEC.visible(p) for p in parts]
+    assert CODEC.estimate(made) == sum(map(CODEC.estimate, parts))
 
 
 @dataclass

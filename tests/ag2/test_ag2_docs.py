@@ -29,9 +29,16 @@ def run(*command: str, cwd: Path) -> str:
 
 def test_the_snippet_shows_rewrites(tmp_path: Path) -> None:
     """Nothing waits, and the context gets smaller."""
-    (code,) = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())
+    code = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())[0]
     lines = run("-c", code, cwd=tmp_path).strip().splitlines()
     assert lines and all(line.startswith("ready") for line in lines)
+
+
+def test_the_retrieve_snippet_reads_what_was_offloaded(tmp_path: Path) -> None:
+    """The model gets the end of the log that it could not see."""
+    _, code = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())
+    lines = run("-c", code, cwd=tmp_path).strip().splitlines()
+    assert lines[0].startswith("[retrieve id=") and lines[-1] == "The disk was full."
 
 
 def test_the_example_rewrites_without_waiting(tmp_path: Path) -> None:

@@ -253,15 +253,18 @@ async def test_background_calls_never_reach_the_stream() -> None:
 
 
 @virtual
-async def test_errors_of_ours_never_reach_the_turn() -> None:
-    """A runtime that was closed: the agent goes on with its whole history, and an event says why."""
+async def test_a_runtime_that_was_closed_leaves_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent goes on with its whole history; an event and a warning say why, once."""
     events, model = Events(), Model()
     runtime = make_runtime(on_event=events)
     async with runtime:
         one = agent(model, runtime, small(FakeSummarizer()))
     await converse(one, 5)
     assert [len(r) for r in model.requests] == [1, 3, 5, 7, 9]
-    assert {e.data["where"] for e in events.of("error")} == {"ag2.middleware"}
+    (event,) = events.of("turn.raw")
+    assert event.data["where"] == "ag2" and "raw messages" in event.data["why"]
+    assert [(r.name, r.levelname) for r in caplog.records] == [("smoothctx.ag2", "WARNING")]
+    assert not events.of("error")
 
 
 @virtual

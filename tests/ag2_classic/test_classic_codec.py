@@ -13,7 +13,7 @@ from chats import Client
 from hypothesis import given, strategies as st
 
 from smoothctx import ConfigurationError, MessageError, segments
-from smoothctx.codec import IN_FIRST_RESULT, openai_messages
+from smoothctx.codec import openai_messages
 from smoothctx.digest import chain
 from smoothctx_autogen.ag2_classic import ClassicMessages, WrapperModel
 
@@ -42,14 +42,49 @@ def test_a_group_answers_all_its_calls() -> None:
     ]
 
 
-def test_offloading_a_group_keeps_every_call_answered() -> None:
-    """The text goes into the first result, in both places that hold it; the original stays as it is."""
-    message = group(("a", "long" * 100), ("b", "longer" * 100))
-    short = CODEC.with_text(message, "stub")
-    assert [p["content"] for p in short["tool_responses"]] == ["stub", IN_FIRST_RESULT]
-    assert [p["tool_call_id"] for p in short["tool_responses"]] == ["a", "b"]
+def test_one_result_of_a_group_is_shortened() -> None:
+    """In both places that hold it; its sister stays, and so does the original."""
+    message = group(("a", "long" * 100), ("b", "small"), context={"k": 1})
+    first, second = CODEC.results(message)
+    short = CODEC.joined(message, [CODEC.with_text(first, "stub"), second])
+    assert [(p["tool_call_id"], p["content"]) for p in short["tool_responses"]] == [("a", "stub"), ("b", "small")]
+    assert short["content"] == "stub\n\nsmall" and short["context"] == {"k": 1}
     assert "long" not in json.dumps(short) and message["tool_responses"][0]["content"] == "long" * 100
     assert CODEC.estimate(short) < CODEC.estimate(message)
+
+
+def test_what_a_person_said_goes_with_the_last_result() -> None:
+    """Beside it as long as that stays; inside it once it is shortened, and then not a second time."""
+    said = {**group(("a", "one"), ("b", "two")), "role": "user", "content": [{"type": "text", "text": "stop"}]}
+    first, second = CODEC.results(said)
+    kept = CODEC.joined(said, [CODEC.with_text(first, "stub"), second])
+    assert kept["content"] == said["content"] and kept["tool_responses"][1] is said["tool_responses"][1]
+    gone = CODEC.joined(said, [first, CODEC.with_text(second, "stub")])
+    assert gone["content"] == "" and "stop" not in json.dumps(gone) and "stop" in second["content"]
+    single = {**said, "tool_responses": said["tool_responses"][:1]}
+    short = CODEC.with_text(single, "stub")
+    assert CODEC.text(short) == "stub" and short["tool_responses"][0]["tool_call_id"] == "a"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.text("xy ", max_size=5)), min_size=2, max_size=5),
+    st.sampled_from(["tool", "user"]),
+    st.sampled_from(["", "stop"]),
+    st.data(),
+)
+def test_groups_are_taken_apart_and_joined(
+    pairs: list[tuple[str, str]], role: str, said: str, data: st.DataObject
+) -> None:
+    """Whichever are shortened: what is joined holds exactly these results."""
+    message = {**group(*pairs), "role": role, "content": said}
+    parts = list(CODEC.results(message))
+    assert CODEC.visible(CODEC.joined(message, parts)) == CODEC.visible(message)
+    shorter = data.draw(st.sets(st.sampled_from(range(len(parts)))))
+    parts = [CODEC.with_text(p, "stub") if k in shorter else p for k, p in enumerate(parts)]
+    made = CODEC.joined(message, parts)
+    assert [CODEC.visible(p) for p in CODEC.results(made)] == [CODEC.visible(p) for p in parts]
+    assert CODEC.text(made) == "\n".join(map(CODEC.text, parts))
+    assert CODEC.estimate(made) == sum(map(CODEC.estimate, parts))
 
 
 def test_a_group_counts_once() -> None:

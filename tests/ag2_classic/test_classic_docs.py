@@ -29,9 +29,16 @@ def run(*command: str, cwd: Path) -> str:
 
 def test_the_snippet_sends_less_than_it_holds(tmp_path: Path) -> None:
     """Its last line says how much was held and read."""
-    (code,) = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())
+    code = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())[0]
     held, read = map(int, re.findall(r"\d+", run("-c", code, cwd=tmp_path).strip().splitlines()[-1]))
     assert held == 80 and read < 40
+
+
+def test_the_retrieve_snippet_reads_what_was_offloaded(tmp_path: Path) -> None:
+    """The model gets the end of the log that it could not see."""
+    _, code = FENCE.findall((ROOT / "docs" / "ag2.md").read_text())
+    lines = run("-c", code, cwd=tmp_path).strip().splitlines()
+    assert lines[0].startswith("[retrieve id=") and lines[-1] == "The disk was full."
 
 
 def test_the_example_rewrites_without_waiting(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from agent_framework_fakes import CODEC, answer, assistant, call, results, text, user
 from smoothctx import segments
-from smoothctx.codec import IN_FIRST_RESULT, openai_messages, results_of
+from smoothctx.codec import openai_messages, results_of
 from smoothctx.digest import ROOT, link
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MEDIA_TOKENS
@@ -195,20 +195,36 @@ def test_calls_that_the_service_answered_itself_are_no_open_calls() -> None:
     assert CODEC.result_id(Message("tool", [EVERY[21][0]])) == "k1"
 
 
-def test_offload_keeps_every_call_answered() -> None:
-    """The text stands in the first result; media and ids stay; the original is what it was."""
-    message = Message(
-        "tool", [Content.from_function_result("a", result=[text("long"), Content.from_uri(IMAGE)]), answer("b")]
-    )
-    made = CODEC.with_text(message, "short")
-    assert [c.call_id for c in made.contents] == ["a", "b"]
-    assert CODEC.text(made) == f"short\n[image]\n{IN_FIRST_RESULT}"
+def test_one_of_several_results_is_shortened() -> None:
+    """Its media and the ids stay, the other results are as they were, and so is the original."""
+    first = Content.from_function_result("a", result=[text("long"), Content.from_uri(IMAGE)])
+    message = Message("tool", [first, answer("b"), text("beside")], message_id="m1")
+    parts = list(CODEC.results(message))
+    made = CODEC.joined(message, [CODEC.with_text(parts[0], "short"), parts[1]])
+    assert [c.call_id for c in made.contents] == ["a", "b", None] and made.message_id == "m1"
+    assert CODEC.text(made) == "short\n[image]\nresult\nbeside"
     assert [c.type for c in made.contents[0].items or ()] == ["text", "data"]
-    assert CODEC.text(message) == "long\n[image]\nresult"
+    assert all(a is b for a, b in zip(made.contents[1:], message.contents[1:], strict=True))
+    assert CODEC.text(message) == "long\n[image]\nresult\nbeside" and message.contents[0] is first
     for kind in ("mcp_server_tool_result", "code_interpreter_tool_result", "shell_tool_result", "search_tool_result"):
         original = next(c for c, _, _ in EVERY if c.type == kind)
         made = CODEC.with_text(Message("tool", [original]), "short")
         assert (made.contents[0].call_id, CODEC.text(made)) == (original.call_id, "short")
+
+
+PARTS = st.lists(st.sampled_from([answer("a", "x"), answer("b", "y"), answer("c", "z"), text("t")]), max_size=6)
+
+
+@given(PARTS, st.sets(st.sampled_from(range(6))))
+def test_results_are_taken_apart_and_joined(contents: list[Content], shorter: set[int]) -> None:
+    """Whatever stands between them, and whichever are shortened: what is joined holds exactly these parts."""
+    message = Message("tool", [answer("first"), *contents])
+    parts = list(CODEC.results(message))
+    assert CODEC.visible(CODEC.joined(message, parts)) == CODEC.visible(message)
+    parts = [CODEC.with_text(p, "stub") if k in shorter else p for k, p in enumerate(parts)]
+    made = CODEC.joined(message, parts)
+    assert [CODEC.visible(p) for p in CODEC.results(made)] == [CODEC.visible(p) for p in parts]
+    assert CODEC.text(made) == "\n".join(map(CODEC.text, parts))
 
 
 def test_text_is_replaced_in_other_messages() -> None:

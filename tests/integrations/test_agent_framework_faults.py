@@ -35,7 +35,7 @@ from agent_framework_fakes import (
 from driving import small_policy
 from helpers import Events, FakeSummarizer, FlakyStore, fill, make_runtime, now, settle, virtual
 from smoothctx import KeepRecent, Policy, Runtime, Summarize
-from smoothctx_autogen.agent_framework import ChatClientModel, LookaheadMiddleware, background
+from smoothctx_autogen.agent_framework import ChatClientModel, LookaheadMiddleware
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
@@ -110,18 +110,21 @@ async def test_hard_limit_always_fits(stream: bool) -> None:
 
 
 @virtual
-async def test_a_runtime_that_is_closed_leaves_the_agent_as_it_was() -> None:
-    """The run goes on with its own messages; an event says why."""
+async def test_a_runtime_that_is_closed_leaves_the_agent_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    """The runs go on with their own messages; an event and a warning say why, once."""
     client, events = replies(), Events()
     runtime = make_runtime(on_event=events)
     agent = agent_of(client, LookaheadMiddleware(runtime, small_policy(FakeSummarizer())))
     session = agent.create_session()
-    await ask(agent, "before", session)
     async with runtime:
         await ask(agent, "within", session)
-    await ask(agent, "after", session)
-    assert [len(r) for r in client.requests] == [1, 3, 5]
-    assert [e.data["where"] for e in events.of("error")] == ["agent_framework"] * 2
+    for k in range(3):
+        await ask(agent, f"after {k}", session)
+    assert [len(r) for r in client.requests] == [1, 3, 5, 7]
+    (event,) = events.of("turn.raw")
+    assert event.data["where"] == "agent_framework" and "raw messages" in event.data["why"]
+    assert [(r.name, r.levelname) for r in caplog.records] == [("smoothctx.agent_framework", "WARNING")]
+    assert not events.of("error")
 
 
 @virtual
@@ -253,8 +256,7 @@ async def test_a_summariser_on_the_same_client_is_no_turn(own: bool) -> None:
     client.reply = lambda messages: [text("It was long." if "ummar" in messages[-1].text else fill("<900> reply", 60))]
 
     async def model(messages: list[dict[str, Any]], *, max_tokens: int | None = None) -> str:
-        with background():
-            return (await client.get_response([Message(m["role"], [m["content"]]) for m in messages])).text
+        return (await client.get_response([Message(m["role"], [m["content"]]) for m in messages])).text
 
     summarise = Summarize(model if own else ChatClientModel(client), keep=("messages", 2), facts=False)
     policy = Policy(

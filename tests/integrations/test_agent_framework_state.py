@@ -221,7 +221,9 @@ async def test_state_of_others_is_left_alone() -> None:
                 assert views["other"] == ["theirs"]
                 await middleware.forget(session)
                 assert session.state[STATE_KEY] == {"v": 1, "views": {"other": ["theirs"]}}
-            assert {e.data["where"] for e in events.of("error")} <= {"restore"}
+            unread = [e for e in events.of("error") if e.data["where"] == "agent_framework.restore"]
+            assert len(unread) == (odd is not None and not (isinstance(odd, dict) and "other" in odd["views"]))
+            assert {e.data["where"] for e in events.of("error")} <= {"restore", "agent_framework.restore"}
 
 
 @virtual

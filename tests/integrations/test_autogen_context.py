@@ -70,7 +70,7 @@ async def test_a_summary_stands_for_the_finished_part() -> None:
 @virtual
 async def test_every_call_gives_the_same_in_a_new_list() -> None:
     """Any number of calls, memories that read the context included; what a caller does to the list stays there."""
-    async with opened() as (context, client, _):
+    async with opened() as (context, client, runtime):
         await add(context, chat(3))
         await settle(2)
         first = await context.get_messages()
@@ -79,7 +79,7 @@ async def test_every_call_gives_the_same_in_a_new_list() -> None:
         again.clear()
         assert same_objects(await context.get_messages(), first)
         assert client.calls == 1
-        raw = LookaheadChatCompletionContext(Summarizer(), options=options(), runtime=Runtime())
+        raw = LookaheadChatCompletionContext(Summarizer(), options=options(), runtime=runtime)
         await raw.add_message(H())
         assert await raw.get_messages() is not await raw.inner.get_messages()  # that one is the live list
 
@@ -263,8 +263,8 @@ async def test_a_context_that_drops_messages_itself() -> None:
 
 
 @virtual
-async def test_errors_of_ours_never_reach_the_agent() -> None:
-    """A runtime that was closed, or is not open yet: the raw messages, an event each time."""
+async def test_a_runtime_that_was_closed_leaves_the_raw_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """However many turns follow, it is said once: an event and a warning."""
     events = Events()
     async with opened(events=events) as (context, _, runtime):
         await add(context, messages := chat(3))
@@ -272,9 +272,14 @@ async def test_errors_of_ours_never_reach_the_agent() -> None:
         assert summaries(await context.get_messages())
     assert same_objects(at_once(context.get_messages()), messages)
     at_once(context.add_message(A("more")))
+    at_once(context.get_messages())
     assert len(await context.inner.get_messages()) == 7
-    found = [e.data["where"] for e in events.of("error")]
-    assert found == ["autogen.get_messages", "autogen.add_message"]
+    (event,) = events.of("turn.raw")
+    assert event.data["where"] == "autogen" and "raw messages" in event.data["why"]
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("smoothctx.autogen", "WARNING", event.data["why"])
+    ]
+    assert not events.of("error")
     with pytest.raises(ClosedError):
         _ = context.session
 

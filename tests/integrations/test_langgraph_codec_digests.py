@@ -217,7 +217,7 @@ def test_load_reads_what_langchain_wrote() -> None:
         b'[{"type": "alien", "data": {"content": ""}}]',
         b'[{"type": "tool", "data": {"content": ""}}]',
         b'[{"type": "remove", "data": {"id": "x", "content": ""}}]',
-        b'[{"type": "human", "data": {"content": [{"type": "hologram"}]}}]',
+        b'[{"type": "human", "data": {"content": [5]}}]',
     ],
 )
 def test_load_refuses_garbage(data: bytes) -> None:

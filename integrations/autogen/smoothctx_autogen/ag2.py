@@ -16,15 +16,17 @@ except ImportError as error:
 
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 from ag2.events import BaseEvent, ModelMessageChunk, UsageEvent
 from ag2.events.types import Usage as StreamUsage
 
-from smoothctx.errors import ConfigurationError
+from smoothctx.errors import ClosedError, ConfigurationError
 from smoothctx.handle import LookaheadHandle
 from smoothctx.lines import Lines
 from smoothctx.policy import Policy
@@ -34,6 +36,16 @@ from smoothctx.states import Reason
 
 from .ag2_events import EventMessage, EventMessages, read, weave
 from .ag2_model import ConfigModel
+from .checks import (
+    RawTurns,
+    check_engine,
+    check_flag,
+    check_policy,
+    check_request,
+    check_runtime,
+    check_text,
+    saved_texts,
+)
 
 __all__ = [
     "ConfigModel",
@@ -55,7 +67,7 @@ MAX_OPTIONS, MAX_SAVED = 64, 1024
 class _Kept:
     """What outlives a middleware, of which there is a new one per turn: one of these per runtime."""
 
-    lines: list[tuple[_Options, Lines]] = field(default_factory=list)  # the one used last at the end
+    lines: list[_Followed] = field(default_factory=list)  # the one used last at the end
     saved: dict[str, list[str]] = field(default_factory=dict)  # by stream, until its next turn
     told: weakref.WeakSet[LookaheadHandle] = field(default_factory=weakref.WeakSet)  # whose cost is put on a stream
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -77,12 +89,32 @@ class _Options:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Followed:
+    options: _Options
+    lines: Lines
+    raw: RawTurns = field(default_factory=lambda: RawTurns("ag2"))
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A model call that a middleware has rewritten: whatever it starts may still see this when it is over."""
+
+    runtime: Runtime
+    options: _Options
+    stream: str
+    over: bool = False
+
+
+_calls: ContextVar[tuple[_Call, ...]] = ContextVar("smoothctx_ag2_calls", default=())
+
+
 def sessions(runtime: Runtime, stream: Any) -> list[Session]:
     """The open sessions of a stream (or of its id), the one used last at the end: one per policy and tenant."""
-    kept = _kept(runtime)
+    kept, name = _kept(runtime), _id(stream)
     with kept.lock:
-        lines = list(kept.lines)
-    found = [s for options, held in lines for s in held.sessions(_id(stream), tenant=options.tenant)]
+        followed = list(kept.lines)
+    found = [s for f in followed for s in f.lines.sessions(name, tenant=f.options.tenant)]
     return sorted({id(s): s for s in found}.values(), key=lambda s: s.used_at)
 
 
@@ -106,11 +138,15 @@ def saved(runtime: Runtime, stream: Any) -> list[str]:
 def restore(runtime: Runtime, stream: Any, texts: Iterable[str]) -> None:
     """Take over what :func:`saved` gave for these events, in this process or another, from the stream's next turn on.
 
-    It applies where the events are the same, whatever the stream's id.
+    It applies where the events are the same, whatever the stream's id. A text that cannot be read is an event.
+
+    Raises:
+        ConfigurationError: ``texts`` is no collection of texts.
     """
     kept = _kept(runtime)
+    found = saved_texts(texts, runtime, where="ag2.restore")
     with kept.lock:
-        kept.saved.setdefault(_id(stream), []).extend(texts)
+        kept.saved.setdefault(_id(stream), []).extend(found)
         while len(kept.saved) > MAX_SAVED:
             del kept.saved[next(iter(kept.saved))]
 
@@ -121,6 +157,12 @@ class LookaheadMiddleware(BaseMiddleware):
     Use it as ``Middleware(LookaheadMiddleware, runtime=runtime, policy=policy)``, ahead of other middleware that
     shortens the history. State is kept by the stream's id: give a stream an id of your own to find it again after a
     restart. Below the hard limit no call waits; at the limit one waits up to ``max_wait``.
+
+    In effect twice on one call (on the agent and in ``ask(middleware=)``, say) with the same runtime, policy and
+    tenant, the inner one does nothing.
+
+    A runtime that was closed leaves the calls as they are, and says so once (event ``turn.raw``, and a warning of the
+    logger ``smoothctx.ag2``).
 
     The work itself runs in the runtime's pool, not in ``context.spawn_background``: it is bounded there, shared
     between streams, and goes on when this stream's loop ends. What belongs to the stream goes through the stream's
@@ -139,7 +181,8 @@ class LookaheadMiddleware(BaseMiddleware):
         report_usage: put the usage of background calls on the stream.
 
     Raises:
-        ConfigurationError: ``runtime`` or ``policy`` is of another type.
+        ConfigurationError: naming option, value and what is allowed. It is made for each turn, so the first one raises.
+        ClosedError: at the first call, where the runtime was never opened.
     """
 
     def __init__(
@@ -155,25 +198,33 @@ class LookaheadMiddleware(BaseMiddleware):
         report_usage: bool = True,
     ) -> None:
         super().__init__(event, context)
-        if not isinstance(runtime, Runtime):
-            raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-        if not isinstance(policy, Policy):
-            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
+        check_runtime(runtime)
+        check_policy(policy)
+        check_text("tenant", tenant)
+        check_engine(engine)
+        check_request(request)
+        check_flag("report_usage", report_usage)
         self._runtime = runtime
         self._tenant = tenant
         self._engine = engine
         self._report_usage = report_usage
-        self._lines = _lines(runtime, _Options(policy, tenant, engine, request))
+        self._options = _Options(policy, tenant, engine, request)
+        followed = _followed(runtime, self._options)
+        self._lines, self._raw = followed.lines, followed.raw
 
     async def on_llm_call(self, call_next: Any, events: Sequence[BaseEvent], context: Any) -> Any:
         """One model call with the view of ``events``. What it raises is the call's own."""
+        if self._in_effect(context):
+            return await call_next(events, context)
         held = list(events)  # the storage's live list: it grows while the model answers
-        with ExitStack() as turn:
+        with ExitStack() as turn, self._taking_effect(context):
             session = messages = None
             try:
                 messages = read(held)
                 session = turn.enter_context(self._lines.using(self._stream(context, messages), messages))
                 self._restore(context, session)
+            except ClosedError as error:
+                self._raw.refused(error, self._runtime)
             except Exception as error:
                 self._failed(error, context)
             if session is None or messages is None:
@@ -189,6 +240,28 @@ class LookaheadMiddleware(BaseMiddleware):
                 return response
             finally:
                 self._tell(session.observe(answered), context)
+
+    def _in_effect(self, context: Any) -> bool:
+        """Does one like this stand around this call already?"""
+        stream, own = _id(context.stream), self._options
+        return any(
+            not call.over
+            and call.runtime is self._runtime
+            and call.stream == stream
+            and call.options.tenant == own.tenant
+            and call.options.policy.same_as(own.policy)
+            for call in _calls.get()
+        )
+
+    @contextmanager
+    def _taking_effect(self, context: Any) -> Iterator[None]:
+        call = _Call(self._runtime, self._options, _id(context.stream))
+        token = _calls.set((*_calls.get(), call))
+        try:
+            yield
+        finally:
+            call.over = True
+            _calls.reset(token)
 
     def _stream(self, context: Any, messages: Sequence[EventMessage]) -> str:
         """The conversation's name. One whose history was cleared is over: what was held of it is forgotten."""
@@ -249,20 +322,24 @@ class LookaheadMiddleware(BaseMiddleware):
 
 
 def _id(stream: Any) -> str:
-    return str(getattr(stream, "id", stream))
+    found = getattr(stream, "id", stream)
+    if not isinstance(found, str | UUID) or not str(found):
+        raise ConfigurationError(f"stream={stream!r}: expected a stream, or its id")
+    return str(found)
 
 
 def _kept(runtime: Runtime) -> _Kept:
     """Lives as long as the runtime: held elsewhere, its sessions would keep the runtime alive."""
+    check_runtime(runtime)
     kept: _Kept = vars(runtime).setdefault("_smoothctx_ag2", _Kept())
     return kept
 
 
-def _lines(runtime: Runtime, options: _Options) -> Lines:
+def _followed(runtime: Runtime, options: _Options) -> _Followed:
     """The lines of these options, the same for every turn."""
     kept = _kept(runtime)
     with kept.lock:
-        found = next((row for row in kept.lines if row[0].same_as(options)), None)
+        found = next((row for row in kept.lines if row.options.same_as(options)), None)
         if found is None:
             lines = Lines(
                 runtime,
@@ -272,9 +349,9 @@ def _lines(runtime: Runtime, options: _Options) -> Lines:
                 engine=options.engine,
                 request=options.request,
             )
-            found = (options, lines)
+            found = _Followed(options, lines)
         else:
             kept.lines.remove(found)
         kept.lines.append(found)
         del kept.lines[:-MAX_OPTIONS]  # their sessions stay with the runtime, which finds them by their names
-        return found[1]
+        return found

@@ -29,6 +29,7 @@ from smoothctx.states import Reason
 
 from .ag2_classic_messages import ClassicMessages
 from .ag2_classic_model import WrapperModel
+from .checks import RawTurns, check_engine, check_policy, check_request, check_runtime, check_text, saved_texts
 
 __all__ = ["Attached", "ClassicMessages", "WrapperModel", "attach"]
 
@@ -55,7 +56,9 @@ def attach(
     policy's ``max_wait``; an async chat cannot (the hook runs on the event loop's thread), so it takes the policy's
     local fallback at once, which the lookahead supersedes when it is ready.
 
-    Clearing the agent's history (``clear_history``, ``reset``, a new ``initiate_chat``) cancels and forgets.
+    Clearing the agent's history (``clear_history``, ``reset``, a new ``initiate_chat``) cancels and forgets. A runtime
+    that was closed leaves the messages as they are, and says so once (event ``turn.raw``, and a warning of the logger
+    ``smoothctx.ag2_classic``). One that was never opened is a ``ClosedError`` of the agent's first reply.
 
     Args:
         agent: a ``ConversableAgent``; attach to each agent of a group chat that is to have a view of its own.
@@ -89,10 +92,12 @@ class Attached:
     ) -> None:
         if not isinstance(agent, ConversableAgent):
             raise ConfigurationError(f"agent={agent!r}: expected a ConversableAgent of AG2 classic")
-        if not isinstance(runtime, Runtime):
-            raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-        if not isinstance(policy, Policy):
-            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
+        check_runtime(runtime)
+        check_policy(policy)
+        check_text("name", name, optional=True)
+        check_text("tenant", tenant)
+        check_engine(engine)
+        check_request(request)
         if any(isinstance(getattr(h, "__self__", None), Attached) for h in agent.hook_lists[_BEFORE_REPLY]):
             raise ConfigurationError(f"agent={agent.name!r}: attached already; detach() it first")
         self.agent = agent
@@ -107,7 +112,7 @@ class Attached:
         self._saved: list[str] = []
         self._met: weakref.WeakSet[Session] = weakref.WeakSet()  # those that were given what was saved
         self._turns: weakref.WeakKeyDictionary[Any, tuple[Session, list[Any]]] = weakref.WeakKeyDictionary()
-        self._closed_said = False
+        self._raw = RawTurns("ag2_classic")
         agent.register_hook(_BEFORE_REPLY, self._before_reply)
         agent.register_hook(_BEFORE_SEND, self._before_send)
         # There is no hook for it, and whoever clears a history wants what was made of it gone as well.
@@ -146,21 +151,26 @@ class Attached:
         return [text for session in self.sessions() for text in session.saved()]
 
     def restore(self, saved: Iterable[str]) -> None:
-        """Take over what :meth:`saved` gave in another process; it applies where the messages are the same."""
+        """Take over what :meth:`saved` gave in another process; it applies where the messages are the same.
+
+        A text that cannot be read is an event.
+
+        Raises:
+            ConfigurationError: ``saved`` is no collection of texts.
+        """
+        texts = saved_texts(saved, self._runtime, where="ag2_classic.restore", tenant=self._tenant)
         with self._lock:
-            self._saved += saved
+            self._saved += texts
             self._met.clear()
 
     # -- the hooks -----------------------------------------------------------------------------------------------
 
     def _before_reply(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The view of ``messages``, in a new list. Never raises."""
+        """The view of ``messages``, in a new list. It only raises where the runtime was never opened."""
         try:
             return self._view(messages)
         except ClosedError as error:
-            if not self._closed_said:  # the chat goes on without us, turn after turn
-                self._error(error)
-            self._closed_said = True
+            self._raw.refused(error, self._runtime)
         except Exception as error:
             self._error(error)
         return list(messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smoothctx.codec import IN_FIRST_RESULT, OpenAIMessages
+from smoothctx.codec import OpenAIMessages
 from smoothctx.errors import MessageError
 
 
@@ -51,6 +51,14 @@ class ClassicMessages(OpenAIMessages):
             parts[-1] = {**last, "content": f"{super().text(last)}\n\n{said}"}
         return parts
 
+    def joined(self, message: Any, parts: Sequence[Any]) -> Any:
+        """The group with these results. What a person said besides stays as it is, unless it is in the last of them."""
+        held, responses = self.results(message), list(parts)
+        content: Any = "\n\n".join(map(super().text, responses)) if message.get("role") == "tool" else ""
+        if message.get("role") != "tool" and responses[-1] == held[-1]:
+            responses[-1], content = message["tool_responses"][-1], message.get("content")
+        return {**message, "tool_responses": responses, "content": content}
+
     def text(self, message: Any) -> str:
         """The readable text, of all results where there are several."""
         if not message.get("tool_responses"):
@@ -75,14 +83,11 @@ class ClassicMessages(OpenAIMessages):
         return sum(super(ClassicMessages, self).estimate(part) for part in self.results(message))
 
     def with_text(self, message: Any, text: str) -> Any:
-        """A copy with new content; in a group the text is in the first result, and every call stays answered."""
+        """A copy with new content; a group of one result has it in that result."""
         parts = message.get("tool_responses")
         if not parts:
             return super().with_text(message, text)
-        first, *others = parts
-        shorter = [{**first, "content": text}, *({**part, "content": IN_FIRST_RESULT} for part in others)]
-        content = "\n\n".join(part["content"] for part in shorter) if message.get("role") == "tool" else ""
-        return {**message, "tool_responses": shorter, "content": content}
+        return self.joined(message, [{**parts[0], "content": text}])
 
     def to_openai(self, message: Any) -> dict[str, Any]:
         """The fields that a server reads; of a group its first result."""

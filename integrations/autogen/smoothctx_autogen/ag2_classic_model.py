@@ -13,6 +13,8 @@ from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
+from .checks import check_text
+
 _NAMING = ("api_type", "base_url", "model")
 
 
@@ -29,10 +31,11 @@ class WrapperModel:
             A wrapper does not tell these, so it needs one.
 
     Raises:
-        ConfigurationError: it is none of these, or no name is known.
+        ConfigurationError: it is none of these, ``model_id`` is no text, or no name is known.
     """
 
     def __init__(self, config: Any, *, model_id: str | None = None) -> None:
+        check_text("model_id", model_id, optional=True)
         if isinstance(config, OpenAIWrapper):
             self._wrapper = config
         elif config and (isinstance(config, Mapping) or hasattr(config, "config_list")):

@@ -26,7 +26,7 @@ from ag2.events import (
 )
 from pydantic import BaseModel
 
-from smoothctx.codec import IN_FIRST_RESULT, OpenAIMessages, ToolCall
+from smoothctx.codec import OpenAIMessages, ToolCall
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MEDIA_TOKENS, MESSAGE_TOKENS, count_text
 
@@ -82,8 +82,8 @@ def _is_message(event: BaseEvent, loose: set[str]) -> bool:
 
 def weave(view: Sequence[EventMessage], messages: Sequence[EventMessage]) -> list[BaseEvent]:
     """The events of a view of ``messages``. Where results were shortened, the loose copies of them are left out."""
-    own = set(map(id, messages))
-    shortened = {r.parent_id for m in view if id(m) not in own for r in _results(m.event)}
+    own = {id(r) for m in messages for r in _results(m.event)}
+    shortened = {r.parent_id for m in view for r in _results(m.event) if id(r) not in own}
     woven: list[BaseEvent] = []
     for message in view:
         for event in (*message.before, message.event, *message.after):
@@ -127,6 +127,11 @@ class EventMessages:
         if isinstance(message.event, ToolResultsEvent):
             return [EventMessage(ToolResultsEvent([r])) for r in message.event.results]
         return (message,)
+
+    def joined(self, message: EventMessage, parts: Sequence[EventMessage]) -> EventMessage:
+        """One event with the results of all parts; what travels with the message stays with it."""
+        found = [r for part in parts for r in _results(part.event)]
+        return EventMessage(ToolResultsEvent(found), message.before, message.after)
 
     def result_id(self, message: EventMessage) -> str:
         """The call id that it answers, the first of several."""
@@ -190,22 +195,16 @@ class EventMessages:
         return self.user(text)
 
     def with_text(self, message: EventMessage, text: str) -> EventMessage:
-        """The same message with its content replaced; among several results the text is in the first."""
+        """The same message with its content replaced."""
         event = message.event
         if isinstance(event, ModelResponse):
             raise MessageError("a model's response is not rewritten")
         results = _results(event)
         if not results:
             return self.user(text)
-        short = [
-            ToolResultEvent(
-                parent_id=r.parent_id,
-                name=r.name,
-                result=ToolResult(text if k == 0 else IN_FIRST_RESULT),
-            )
-            for k, r in enumerate(results)
-        ]
-        return EventMessage(ToolResultsEvent(short))
+        result = results[0]
+        short = ToolResultEvent(parent_id=result.parent_id, name=result.name, result=ToolResult(text))
+        return EventMessage(ToolResultsEvent([short]))
 
     def without_thinking(self, message: EventMessage) -> EventMessage:
         """Itself: what stays of thinking here is what a provider demands back beside its own tool calls."""

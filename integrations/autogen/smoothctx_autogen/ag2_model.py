@@ -25,6 +25,8 @@ from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
+from .checks import check_text
+
 
 class ConfigModel:
     """Asks the client of a model config: ``Summarize(ConfigModel(OpenAIConfig("...")))``.
@@ -37,10 +39,11 @@ class ConfigModel:
         model_id: names the model in artifacts that outlive the process; by default provider, server and model.
 
     Raises:
-        ConfigurationError: it is no config, or does not say which model it is.
+        ConfigurationError: it is no config, does not say which model it is, or ``model_id`` is no text.
     """
 
     def __init__(self, config: Any, *, model_id: str | None = None) -> None:
+        check_text("model_id", model_id, optional=True)
         if not callable(getattr(config, "create", None)) or not callable(getattr(config, "copy", None)):
             raise ConfigurationError(f"config={config!r}: expected a ModelConfig of AG2")
         self._config = config

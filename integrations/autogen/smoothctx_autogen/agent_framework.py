@@ -7,12 +7,9 @@ It runs once per model call, inside the tool loop as well. Its decision travels 
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import logging
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 try:
@@ -22,7 +19,6 @@ try:
         ChatContext,
         ChatMiddleware,
         ChatResponse,
-        ChatResponseUpdate,
         Message,
         ResponseStream,
     )
@@ -33,11 +29,13 @@ except ImportError as error:
 
 from smoothctx import Policy, Runtime, Session
 from smoothctx.digest import ROOT, link
-from smoothctx.errors import ConfigurationError
+from smoothctx.errors import ClosedError, ConfigurationError, MessageError
 from smoothctx.lines import Lines
 
 from .agent_framework_codec import AgentFrameworkMessages
 from .agent_framework_model import ChatClientModel, background, in_background
+from .agent_framework_turn import Turn
+from .checks import RawTurns, check_policy, check_runtime, check_text, warn
 
 __all__ = ["STATE_KEY", "AgentFrameworkMessages", "ChatClientModel", "LookaheadMiddleware", "background"]
 
@@ -48,7 +46,8 @@ STATE_VERSION = 1
 
 LOADED_BEHIND = "the history is loaded behind this middleware (require_per_service_call_history_persistence)"
 
-_log = logging.getLogger("smoothctx.agent_framework")
+#: what is at work in each chain of middleware that is under way
+_working: weakref.WeakKeyDictionary[ChatContext, list[LookaheadMiddleware]] = weakref.WeakKeyDictionary()
 
 
 class LookaheadMiddleware(ChatMiddleware):
@@ -59,8 +58,12 @@ class LookaheadMiddleware(ChatMiddleware):
     messages alone tell. What is committed is kept in ``session.state["smoothctx"]``, as JSON, and used again in the
     process that loads the session next, if the summariser has an identity.
 
-    Where the service stores the history, the messages are only the newest ones: such calls pass, and it is said once
-    (event ``history.elsewhere`` and a warning of the logger ``smoothctx.agent_framework``).
+    Where the service stores the history, the messages are only the newest ones: such calls pass, and each instance says
+    it once per reason (event ``history.elsewhere`` and a warning of the logger ``smoothctx.agent_framework``). So do
+    calls when the runtime was closed (event ``turn.raw``, once per instance, and a warning).
+
+    In effect twice on one call (on the client and on the agent, say) with the same runtime, policy and tenant, the
+    inner one does nothing.
 
     Args:
         runtime: an open runtime.
@@ -72,31 +75,40 @@ class LookaheadMiddleware(ChatMiddleware):
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
+        ClosedError: at the first call, where the runtime was never opened.
     """
 
     def __init__(self, runtime: Runtime, policy: Policy, *, name: str = "agent", tenant: str = "default") -> None:
-        if not isinstance(runtime, Runtime):
-            raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-        if not isinstance(policy, Policy):
-            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
-        for option, value in (("name", name), ("tenant", tenant)):
-            if not isinstance(value, str) or not value:
-                raise ConfigurationError(f"{option}={value!r}: expected a text that is not empty")
+        check_runtime(runtime)
+        check_policy(policy)
+        check_text("name", name)
+        check_text("tenant", tenant)
         self.name = name
-        self._runtime = runtime
+        self._runtime, self._policy, self._tenant = runtime, policy, tenant
         self._codec = AgentFrameworkMessages()
         self._lines = Lines(runtime, policy=policy, codec=self._codec, tenant=tenant)
         # what a session's state is known to hold: it is read and written only where that changes
         self._known: weakref.WeakKeyDictionary[Session, list[str]] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
+        self._raw = RawTurns("agent_framework")
+        # sessions whose state holds something under our key that we cannot read, and of which that was said
+        self._unread: weakref.WeakSet[AgentSession] = weakref.WeakSet()
         # what these are given here is only the newest: something behind us puts the history before it, and stores it
         self._loaded_behind: weakref.WeakSet[AgentSession] = weakref.WeakSet()
 
     async def process(self, context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:
         """One model call: the view in place of the messages, the call, and what it answered."""
-        if in_background():
+        working = _working.setdefault(context, [])
+        if in_background() or any(self._like(other) for other in working):
             await call_next()
             return
+        working.append(self)
+        try:
+            await self._process(context, call_next)
+        finally:
+            working.remove(self)
+
+    async def _process(self, context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:
         why = _elsewhere(context)
         if why is None and context.session is not None and context.session in self._loaded_behind:
             why = LOADED_BEHIND
@@ -122,11 +134,21 @@ class LookaheadMiddleware(ChatMiddleware):
                 turn.end()
 
     def sessions(self, session: AgentSession) -> list[Session]:
-        """The open smoothctx sessions of an agent session, the one used last at the end: receipts, handles, pins."""
+        """The open smoothctx sessions of an agent session, the one used last at the end: receipts, handles, pins.
+
+        Raises:
+            ConfigurationError: it is no ``AgentSession``.
+        """
+        _check_session(session)
         return self._lines.sessions(self._bucket(session))
 
     async def forget(self, session: AgentSession) -> None:
-        """Cancel what is prepared for this agent session and forget what was committed, also in its state."""
+        """Cancel what is prepared for this agent session and forget what was committed, also in its state.
+
+        Raises:
+            ConfigurationError: it is no ``AgentSession``.
+        """
+        _check_session(session)
         await self._lines.close(self._bucket(session))
         held = session.state.get(STATE_KEY)
         views = held.get("views") if isinstance(held, Mapping) else None
@@ -138,9 +160,9 @@ class LookaheadMiddleware(ChatMiddleware):
 
     # -- one call --------------------------------------------------------------------------------------------
 
-    async def _begin(self, context: ChatContext) -> _Turn | None:
+    async def _begin(self, context: ChatContext) -> Turn | None:
         """Make the view. ``None`` where that failed: the call goes on with the messages it had."""
-        turn = _Turn(self._codec)
+        turn = Turn(self._codec)
         try:
             given = messages = list(context.messages)
             compacts = _compacts(context)
@@ -153,6 +175,10 @@ class LookaheadMiddleware(ChatMiddleware):
             turn.call_begins()
             turn.view = context.messages = _own(view, messages, given, context if compacts else None)
             return turn
+        except ClosedError as error:
+            turn.end()
+            self._raw.refused(error, self._runtime)
+            return None
         except Exception as error:
             turn.end()
             self._runtime.events.error(error, where="agent_framework")
@@ -171,7 +197,17 @@ class LookaheadMiddleware(ChatMiddleware):
         self._codec.check(opening, messages.index(opening))
         return f"agent-framework/{self.name}/opening/{link(ROOT, self._codec, opening).hex()}"
 
+    def _like(self, other: LookaheadMiddleware) -> bool:
+        """Would this one only do again what the other does?"""
+        return other is self or (
+            other._runtime is self._runtime and other._tenant == self._tenant and other._policy.same_as(self._policy)
+        )
+
     def _restore(self, held: AgentSession | None, session: Session) -> None:
+        if held is not None and held not in self._unread and not _readable(held.state.get(STATE_KEY)):
+            self._unread.add(held)
+            error = MessageError(f"state[{STATE_KEY!r}]: expected what version {STATE_VERSION} of it holds")
+            self._runtime.events.error(error, where="agent_framework.restore", tenant=self._tenant)
         texts = _views(held, self.name)
         if texts and texts != self._known.get(session):
             session.restore(texts)
@@ -194,100 +230,10 @@ class LookaheadMiddleware(ChatMiddleware):
         if why not in self._said:
             self._said.add(why)
             self._runtime.events.emit("history.elsewhere", why=why)
-            _log.warning("LookaheadMiddleware leaves this agent's context alone: %s", why)
+            warn("agent_framework", f"LookaheadMiddleware leaves this agent's context alone: {why}")
 
     def __repr__(self) -> str:
         return f"LookaheadMiddleware(name={self.name!r})"
-
-
-class _Turn:
-    """One model call under way: holds its session until the call is over, however it ends."""
-
-    def __init__(self, codec: AgentFrameworkMessages) -> None:
-        self.streams = False
-        self.view: list[Message] = []
-        self._codec = codec
-        self._held = ExitStack()
-        self._session: Session | None = None
-        self._messages: list[Message] = []
-        self._over = False
-        self._foreground: Any = None
-        self._call: Any = None
-
-    def enter(self, lines: Lines, bucket: str, messages: list[Message]) -> Session:
-        """Take the session that these messages belong to."""
-        session = self._held.enter_context(lines.using(bucket, messages))
-        self._session, self._messages = session, messages
-        return session
-
-    def call_begins(self) -> None:
-        """From now on the call is in the foreground."""
-        assert self._session is not None
-        self._foreground = self._session.foreground()
-        self._call = _now(self._foreground.__aenter__())
-
-    def got_history(self, messages: Sequence[Message]) -> bool:
-        """Did something behind us put messages that a provider had stored before the view?"""
-        if not messages or any(m is messages[0] for m in self.view):
-            return False
-        source = messages[0].additional_properties.get("_attribution")
-        return isinstance(source, Mapping) and "source_id" in source
-
-    def answered(self, response: ChatResponse[Any]) -> None:
-        """The reply is there, with what the provider says it cost."""
-        reply = list(response.messages)
-        if self._session is None or not reply:
-            return
-        self._codec.report(reply[-1], response.usage_details)
-        self._messages = [*self._messages, *reply]
-        if self._over:  # a stream ends before its response is put together
-            self._session.observe(self._messages)
-
-    def follow(self, context: ChatContext) -> None:
-        """The call goes on as a stream, which somebody else reads, perhaps not to its end."""
-        self.streams = True
-        context.stream_update_transforms.append(self._update)
-        context.stream_cleanup_hooks.append(self.end)
-        context.stream_result_transforms.append(self._result)
-        # Dropped without a word: it may be found at any point of any code, so nothing may be locked there.
-        dropped = weakref.finalize(context.result, _later, asyncio.get_running_loop(), self.end)
-        dropped.atexit = False
-
-    def _update(self, update: ChatResponseUpdate) -> ChatResponseUpdate:
-        if self._call is not None:
-            self._call.first_token()
-            self._call = None
-        return update
-
-    def _result(self, response: ChatResponse[Any]) -> None:
-        self.answered(response)
-
-    def end(self) -> None:
-        """The call is over: with its reply, or without. Ending twice is fine."""
-        if self._over:
-            return
-        self._over = True
-        if self._foreground is not None:
-            _now(self._foreground.__aexit__(None, None, None))
-        if self._session is not None:
-            self._session.observe(self._messages)
-        self._held.close()
-
-
-def _now(step: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing: a stream ends where nobody can await."""
-    try:
-        step.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("entering and leaving the foreground never waits")
-
-
-def _later(loop: asyncio.AbstractEventLoop, run: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(run)
-    except RuntimeError:  # the loop was closed, and every call on it with it
-        pass
 
 
 def _elsewhere(context: ChatContext) -> str | None:
@@ -346,6 +292,21 @@ def _own(
         found.append(message)
     gap_ends(len(messages))
     return [*found, *(m for m in excluded if id(m) not in places)]
+
+
+def _check_session(session: Any) -> None:
+    if not isinstance(session, AgentSession):
+        raise ConfigurationError(f"session={session!r}: expected an AgentSession")
+
+
+def _readable(held: Any) -> bool:
+    """Is this nothing, or something that was written under our key?"""
+    if held is None:
+        return True
+    views = held.get("views") if isinstance(held, Mapping) and held.get("v") == STATE_VERSION else None
+    return isinstance(views, Mapping) and all(
+        isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts) for texts in views.values()
+    )
 
 
 def _views(session: AgentSession | None, name: str) -> list[str]:

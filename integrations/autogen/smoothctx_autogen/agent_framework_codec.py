@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from agent_framework import Content, Message
 
-from smoothctx.codec import IN_FIRST_RESULT, OpenAIMessages, ToolCall
+from smoothctx.codec import OpenAIMessages, ToolCall
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MESSAGE_TOKENS, count_text
 
@@ -106,6 +106,10 @@ class AgentFrameworkMessages:
             parts[-1].append(content)
         return [_changed(message, part) for part in parts]
 
+    def joined(self, message: Any, parts: Sequence[Any]) -> Any:
+        """One message with the contents of all parts."""
+        return _changed(message, [content for part in parts for content in part.contents])
+
     def visible(self, message: Any) -> bytes:
         """Role, a user's name, and the model-visible fields of each content, in the default codec's canonical form."""
         role, author, *parts = self.freeze(message)
@@ -191,12 +195,12 @@ class AgentFrameworkMessages:
         return Message("system", [text])
 
     def with_text(self, message: Any, text: str) -> Any:
-        """A copy with ``text`` in the first result, or in place of its text; calls, media and ids stay."""
+        """A copy with ``text`` in its result, or in place of its text; calls, media and ids stay."""
         contents: list[Content] = []
         placed = False
         for content in message.contents:
             if content.type in RESULTS:
-                contents.append(with_answer(content, IN_FIRST_RESULT if placed else text))
+                contents.append(with_answer(content, text))
                 placed = True
             elif content.type in CALLS or content.type in MEDIA or content.type in APPROVALS:
                 contents.append(content)

@@ -17,6 +17,8 @@ from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
+from .checks import check_text
+
 _background: ContextVar[bool] = ContextVar("smoothctx_agent_framework_background", default=False)
 
 
@@ -55,6 +57,7 @@ class ChatClientModel:
             raise ConfigurationError(f"client={client!r}: expected a chat client with get_response")
         if options is not None and not isinstance(options, Mapping):
             raise ConfigurationError(f"options={options!r}: expected a mapping of chat options, or None")
+        check_text("model", model, optional=True)
         name = model or getattr(client, "model", None)
         if not isinstance(name, str) or not name.strip():
             raise ConfigurationError(f"model={model!r}: the client names no model; give its name")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from autogen_core import ComponentModel
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from smoothctx import Finish, Immediate, KeepRecent, Policy, Salvage, Summarize
+from smoothctx import ConfigurationError, Finish, Immediate, KeepRecent, Policy, Salvage, Summarize
 
 #: ``("fraction" | "tokens" | "messages", n)``
 Size = tuple[Literal["fraction", "tokens", "messages"], int | float]
@@ -78,6 +79,30 @@ class LookaheadOptions(BaseModel):
             min_savings=self.min_savings,
             max_message_tokens=self.max_message_tokens,
         )
+
+
+def read_options(options: Any) -> LookaheadOptions:
+    """Options as they are given: as such, as a mapping of their fields, or not at all.
+
+    Raises:
+        ConfigurationError: naming option, value and what is allowed.
+    """
+    if options is None:
+        return LookaheadOptions()
+    if isinstance(options, LookaheadOptions):
+        return options
+    if not isinstance(options, Mapping):
+        raise ConfigurationError(f"options={options!r}: expected LookaheadOptions, a mapping of its fields, or None")
+    unknown = [name for name in options if name not in LookaheadOptions.model_fields]
+    if unknown:
+        allowed = ", ".join(LookaheadOptions.model_fields)
+        raise ConfigurationError(f"options: {unknown[0]!r} is unknown; expected some of {allowed}")
+    try:
+        return LookaheadOptions.model_validate(dict(options))
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        expected = " or ".join(dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][0] == name))
+        raise ConfigurationError(f"options: {name}={options[name]!r}: {expected}") from None
 
 
 class LookaheadContextConfig(BaseModel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any, Self
@@ -12,12 +11,13 @@ from autogen_core import Component, ComponentModel
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
 from autogen_core.models import AssistantMessage, ChatCompletionClient, LLMMessage
 
-from smoothctx import ConfigurationError, Policy, Reason, Runtime, Session
+from smoothctx import ClosedError, ConfigurationError, Policy, Reason, Runtime, Session
 
+from .checks import RawTurns, check_flag, check_policy, check_runtime, check_text, warn
 from .codec import AutoGenMessages
-from .config import LookaheadContextConfig, LookaheadOptions
+from .config import LookaheadContextConfig, LookaheadOptions, read_options
 from .model import client_model
-from .process import default_runtime
+from .process import default_runtime, is_own
 from .results import Results
 
 #: our key beside ``messages`` in a saved state
@@ -37,9 +37,12 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
     The model client may be the agent's own: background calls run on the agent's event loop, wherever the runtime
     runs. With ``own_client=True`` nobody else uses it, and its calls run on the runtime's loop.
 
+    A runtime that was closed leaves the raw messages, and each context says so once (event ``turn.raw``, and a warning
+    of the logger ``smoothctx.autogen``).
+
     Args:
         model_client: writes the summaries.
-        options: when and how, as plain values (what a component config can hold).
+        options: when and how, as plain values (what a component config can hold), or a mapping of these.
         inner: the context that holds the messages; unbounded by default. One that drops messages itself is taken for
             an edited history, so little can be prepared for it.
         policy: a full policy in place of ``model_client`` and ``options``. Such a context cannot be dumped.
@@ -49,6 +52,7 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
+        ClosedError: at its first use, where the runtime was never opened.
     """
 
     component_config_schema = LookaheadContextConfig
@@ -58,7 +62,7 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         self,
         model_client: ChatCompletionClient | None = None,
         *,
-        options: LookaheadOptions | None = None,
+        options: LookaheadOptions | Mapping[str, Any] | None = None,
         inner: ChatCompletionContext | None = None,
         policy: Policy | None = None,
         runtime: Runtime | None = None,
@@ -72,17 +76,21 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
             raise ConfigurationError(f"model_client={model_client!r}: expected a ChatCompletionClient")
         if policy is not None and options is not None:
             raise ConfigurationError("options: they go with model_client; a policy has its own")
-        if policy is not None and not isinstance(policy, Policy):
-            raise ConfigurationError(f"policy={policy!r}: expected a Policy")
+        if policy is not None:
+            check_policy(policy)
         if inner is not None and not isinstance(inner, ChatCompletionContext):
             raise ConfigurationError(f"inner={inner!r}: expected a ChatCompletionContext")
-        if runtime is not None and not isinstance(runtime, Runtime):
-            raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-        if not isinstance(tenant, str) or not tenant:
-            raise ConfigurationError(f"tenant={tenant!r}: expected a string that is not empty")
+        if isinstance(inner, LookaheadChatCompletionContext):
+            raise ConfigurationError(f"inner={inner!r}: it is one of these itself; use it as it is")
+        if runtime is not None:
+            check_runtime(runtime)
+        check_text("tenant", tenant)
+        check_flag("own_client", own_client)
+        if own_client and policy is not None:
+            raise ConfigurationError("own_client: it goes with model_client; a policy has its own model")
         self._inner = inner if inner is not None else UnboundedChatCompletionContext()
         self._client = model_client
-        self._options = options or LookaheadOptions()
+        self._options = read_options(options)
         self._model = client_model(model_client) if model_client is not None else None
         self._policy = policy if policy is not None else self._options.policy(self._model)
         self._own_client = own_client
@@ -91,14 +99,16 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         self._session: Session | None = None
         self._carried: list[str] = []  # from a saved state, until the first view is made
         self._results = Results()
+        self._raw = RawTurns("autogen")
 
     # -- what AutoGen calls --------------------------------------------------------------------------------------
 
     async def add_message(self, message: LLMMessage) -> None:
         """Add a message to the inner context. Behind a reply, what is due is started."""
+        opened = self._begin("add_message") is not None
         await self._inner.add_message(message)
-        if not isinstance(message, AssistantMessage):
-            return  # an inference follows, which looks at it itself
+        if not opened or not isinstance(message, AssistantMessage):
+            return  # behind any other an inference follows, which looks at it itself
         try:
             session = self._open()
             session.observe(self._results.unpack(await self._inner.get_messages()).messages)
@@ -108,8 +118,10 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
     async def get_messages(self) -> list[LLMMessage]:
         """The messages for the next inference: a new list. Cheap, and any number of calls gives the same."""
         messages = await self._inner.get_messages()
+        session = self._begin("get_messages")
+        if session is None:
+            return list(messages)
         try:
-            session = self._open()
             unpacked = self._results.unpack(messages)
             view = await session.commit(unpacked.messages)
             if session is self._session:
@@ -188,6 +200,20 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
 
     # -- the session ---------------------------------------------------------------------------------------------
 
+    def _begin(self, where: str) -> Session | None:
+        """The session; ``None`` where there can be none, and the raw messages do."""
+        try:
+            return self._open()
+        except ClosedError as error:
+            runtime = self._runtime or default_runtime()
+            if is_own(runtime):  # its thread has not come up in time: no fault of the caller's
+                self._report(error, where)
+            else:
+                self._raw.refused(error, runtime)
+        except Exception as error:
+            self._report(error, where)
+        return None
+
     def _open(self) -> Session:
         if self._model is not None and not self._own_client:
             self._model.home = _running_loop()
@@ -226,7 +252,7 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
             runtime = self._runtime or default_runtime()
             runtime.events.error(error, where=f"autogen.{where}", tenant=self._tenant)
         except Exception:  # not even a thread could be started
-            logging.getLogger("smoothctx").warning("autogen.%s: %s", where, error)
+            warn("autogen", f"{where}: {error}")
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -27,6 +27,7 @@ from smoothctx import ConfigurationError, EngineUnreachable, Usage
 from smoothctx.tokens import count_text
 from smoothctx.transforms.model import ModelReply, estimate
 
+from .checks import check_text
 from .codec import SOURCE
 
 #: seconds between two looks at whether the agent's loop is still there
@@ -122,6 +123,7 @@ def client_model(
         raise ConfigurationError(
             f"max_tokens_arg={max_tokens_arg!r}: expected 'auto', the name of an argument, or None"
         )
+    check_text("model_id", model_id, optional=True)
     cap = _cap(client) if max_tokens_arg == "auto" else max_tokens_arg
     identity = model_id or client_identity(client)
     if identity is None:

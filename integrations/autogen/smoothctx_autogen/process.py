@@ -84,6 +84,12 @@ def default_runtime() -> Runtime:
         return _running.runtime
 
 
+def is_own(runtime: Runtime) -> bool:
+    """Is it the one that we opened ourselves?"""
+    with _lock:
+        return _running is not None and _running.runtime is runtime
+
+
 def close_default_runtime() -> None:
     """End our own now: its sessions are closed and no task or thread of it is left. The next use starts another."""
     global _running

@@ -30,10 +30,10 @@ from .codec_parts import (
     content_tokens,
     content_visible,
     is_media,
-    known,
     parsed,
     part_arguments,
     part_call_id,
+    type_of,
     value_tokens,
 )
 
@@ -71,7 +71,8 @@ class LangChainMessages:
 
     A chunk (``AIMessageChunk``) that was put into the state is taken as complete, since nothing in it tells, unless it
     is marked: ``response_metadata["status"] == "in_progress"``. A tool's ``artifact`` is not for the model: it is
-    neither digested nor counted nor stored.
+    neither digested nor counted nor stored. Content parts of any kind are read, those that no integration is known to
+    use by the text in them.
     """
 
     name = "langchain"
@@ -94,7 +95,10 @@ class LangChainMessages:
         if content is not None and not isinstance(content, str | list):
             raise MessageError(f"{where}.content: expected a string or a list of parts, got {type(content).__name__}")
         if isinstance(content, list):
-            _check_parts(content, f"{where}.content")
+            for k, part in enumerate(content):
+                if not isinstance(part, str | dict):
+                    what = type(part).__name__
+                    raise MessageError(f"{where}.content[{k}]: expected a text or a dict, got {what}")
         for field in ("tool_calls", "invalid_tool_calls"):
             calls = getattr(message, field, None)
             if calls is not None and not isinstance(calls, list):
@@ -231,7 +235,7 @@ class LangChainMessages:
             return message
         content, kwargs = message.content, message.additional_kwargs
         parts = content if isinstance(content, list) else []
-        kept = [p for p in parts if not (isinstance(p, dict) and p.get("type") in THINKING)]
+        kept = [p for p in parts if type_of(p) not in THINKING]
         if len(kept) == len(parts) and not any(kwargs.get(k) for k in _THINKING_KWARGS):
             return message
         gone = (*_THINKING_KWARGS, "__openai_function_call_ids__")
@@ -303,7 +307,7 @@ def _calls(message: Any) -> list[tuple[str, str, Any]]:
     if isinstance(message.content, list):
         ids = {i for i, _, _ in found}
         for part in message.content:
-            if not isinstance(part, dict) or part.get("type") not in CALLS:
+            if type_of(part) not in CALLS:
                 continue
             own = part_call_id(part)
             # the mirror of a call that is there already; by its place where one of them has no id
@@ -341,22 +345,6 @@ def _shown(message: Any) -> tuple[Any, ...]:
         held.get("status"),
         kwargs and {k: kwargs[k] for k in (*_SENT_KWARGS, *_CALL_KWARGS) if k in kwargs},
     )
-
-
-def _check_parts(parts: list[Any], where: str) -> None:
-    for k, part in enumerate(parts):
-        if isinstance(part, str):
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not known(kind):
-            what = f"type {kind!r}" if isinstance(part, dict) else f"a {type(part).__name__}"
-            raise MessageError(
-                f"{where}[{k}]: unknown content part ({what}); expected a text or a dict whose 'type' is one that "
-                "LangChain or a provider's integration uses"
-            )
-        inner = part.get("content") if kind == "tool_result" else None
-        if inner is not None and not isinstance(inner, str | list):
-            raise MessageError(f"{where}[{k}].content: expected a string or a list, got {type(inner).__name__}")
 
 
 def _untied(part: Any) -> Any:

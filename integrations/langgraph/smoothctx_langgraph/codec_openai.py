@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 
 from smoothctx.codec import ToolCall
 
-from .codec_parts import MEDIA, part_text
+from .codec_parts import MEDIA, part_text, type_of
 
 _NAME = re.compile(r"[^\s<|\\/>]{1,64}")
 _SYSTEM = frozenset({"system", "developer"})
@@ -28,7 +28,7 @@ def openai_content(content: Any, role: str) -> str | list[dict[str, Any]]:
         return "\n".join(t for t in map(part_text, parts) if t)
     out = []
     for part in parts:
-        media = _openai_media(part) if isinstance(part, dict) and part.get("type") in MEDIA else None
+        media = _openai_media(part) if type_of(part) in MEDIA else None
         if media is not None:
             out.append(media)
         elif text := part_text(part):
@@ -126,7 +126,7 @@ def _data(part: dict[str, Any]) -> tuple[str | None, str | None]:
     """Media type and base64 data, from the new shape, the old one, Anthropic's, or Google's."""
     source = part.get("source")
     if isinstance(source, dict):
-        data = source.get("data") if source.get("type") == "base64" else None
-        return source.get("media_type"), data if isinstance(data, str) else None
-    data = part.get("base64", part.get("data"))
-    return part.get("mime_type"), data if isinstance(data, str) else None
+        mime, data = source.get("media_type"), source.get("data") if source.get("type") == "base64" else None
+    else:
+        mime, data = part.get("mime_type"), part.get("base64", part.get("data"))
+    return mime if isinstance(mime, str) else None, data if isinstance(data, str) else None

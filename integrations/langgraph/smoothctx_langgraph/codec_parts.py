@@ -1,7 +1,8 @@
 """Content parts of LangChain messages: which kinds there are, and how each is read, digested and counted.
 
 LangChain passes on what the providers use, so a list of parts may hold its own shapes (old and new) beside those of
-OpenAI, Anthropic, Google and Bedrock. The same names mean the same in all of them.
+OpenAI, Anthropic, Google and Bedrock. The same names mean the same in all of them. A dict of a kind that is not known
+here is read by what it says of itself: the text in it, and the words of its name.
 """
 
 from __future__ import annotations
@@ -75,32 +76,41 @@ _COUNTED = (
     "annotations",
 )
 _BASE64 = re.compile(r"[A-Za-z0-9+/_=-]{256}")
+_WORD = re.compile(r"[A-Z]?[a-z]+")
+#: words in the name of an unknown part that holds media
+_MEDIA_WORDS = frozenset({"image", "audio", "video", "file", "document", "media", "inline"})
+#: how deep an unknown part may hide its text
+_DEPTH = 4
 
 
-def known(kind: Any) -> bool:
-    """Is this the ``type`` of a part that can be read?"""
-    if not isinstance(kind, str):
-        return False
-    kinds = (TEXT, THINKING, MEDIA, CALLS, SERVER)
-    return any(kind in k for k in kinds) or kind.endswith(_SERVER_ENDINGS)
+def type_of(part: Any) -> str | None:
+    """The ``type`` of a part, where it is a dict that names one."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def is_media(part: Any) -> bool:
     """Is this a part that holds media and no text of its own?"""
-    return isinstance(part, dict) and part.get("type") in MEDIA and not _document_text(part)
+    if not isinstance(part, dict):
+        return False
+    if type_of(part) in MEDIA:
+        return not _document_text(part)
+    return not _known(part) and _names_media(part) and not _inner_text(part)
 
 
 def part_text(part: Any) -> str:
     """The readable text of a part: media as ``[image]``-like marks, thinking and mirrored calls left out."""
     if not isinstance(part, dict):
         return str(part)
-    kind = part.get("type")
+    kind = type_of(part)
     if kind in THINKING or kind in CALLS:
         return ""
     if kind in MEDIA:
         return _document_text(part) or f"[{MEDIA[kind]}]"
     if kind in ("tool_result", "search_result"):
         return content_text(part.get("content"))
+    if not _known(part):
+        return _inner_text(part) or f"[{_name(part)}]"
     text = part.get("text", part.get("refusal"))
     return text if isinstance(text, str) else "[document]" if kind == "text-plain" else f"[{kind}]"
 
@@ -135,7 +145,7 @@ def value_tokens(value: Any) -> int:
     if isinstance(value, str):
         tokens = count_text(value)
         return min(tokens, MEDIA_TOKENS) if len(value) > 2048 and _BASE64.match(value) else tokens
-    if isinstance(value, bytes | bytearray):
+    if isinstance(value, bytes | bytearray | memoryview):
         return MEDIA_TOKENS
     if isinstance(value, Mapping):
         return sum(1 + value_tokens(str(k)) + value_tokens(v) for k, v in value.items())
@@ -169,20 +179,23 @@ def parsed(arguments: Any) -> Any:
 def _part_visible(part: Any) -> Any:
     if not isinstance(part, dict):
         return canonical(part)
-    kind = part.get("type")
+    kind = type_of(part)
     out = {}
     for key, value in part.items():
         generated = key == "id" and (kind in TEXT or (isinstance(value, str) and value.startswith("lc_")))
         if key in _HIDDEN or generated:
             continue
-        out[key] = content_visible(value) if key == "content" and kind == "tool_result" else canonical(value)
+        if key == "content" and kind == "tool_result":
+            out[key] = content_visible(value)
+        else:
+            out.update(canonical({key: value}))
     return out
 
 
 def _part_tokens(part: Any) -> int:
     if not isinstance(part, dict):
         return value_tokens(part)
-    kind = part.get("type")
+    kind = type_of(part)
     if kind in MEDIA:
         text = _document_text(part)
         return count_text(text) if text else MEDIA_TOKENS
@@ -194,7 +207,43 @@ def _part_tokens(part: Any) -> int:
         return count_text(part["text"]) if isinstance(part.get("text"), str) else MEDIA_TOKENS
     if kind in TEXT or kind in THINKING:
         return sum(value_tokens(part[k]) for k in _COUNTED if part.get(k))
+    if not _known(part):
+        least = MEDIA_TOKENS if is_media(part) else count_text(part_text(part))
+        return max(least, value_tokens(part))
     return value_tokens(part)
+
+
+def _known(part: dict[str, Any]) -> bool:
+    """Is it a part of a kind that is named above?"""
+    kind = type_of(part)
+    kinds = (TEXT, THINKING, MEDIA, CALLS, SERVER)
+    return kind is not None and (any(kind in k for k in kinds) or kind.endswith(_SERVER_ENDINGS))
+
+
+def _name(part: dict[str, Any]) -> str:
+    """What an unknown part is called: its type, or its first key, as Bedrock and Google write it."""
+    return type_of(part) or str(next(iter(part), "part"))
+
+
+def _names_media(part: dict[str, Any]) -> bool:
+    return not _MEDIA_WORDS.isdisjoint(word.lower() for word in _WORD.findall(_name(part)))
+
+
+def _inner_text(value: Any, depth: int = _DEPTH) -> str:
+    """The text of an unknown part: its ``text``, else what its ``content`` or the field of its own name holds."""
+    if not isinstance(value, dict) or not depth:
+        return ""
+    for key in ("text", "content", _name(value)):
+        held = value.get(key)
+        if isinstance(held, str) and key in ("text", "content"):
+            text = held
+        elif isinstance(held, list):
+            text = "\n".join(t for h in held if (t := h if isinstance(h, str) else _inner_text(h, depth - 1)))
+        else:
+            text = _inner_text(held, depth - 1)
+        if text:
+            return text
+    return ""
 
 
 def _document_text(part: dict[str, Any]) -> str:

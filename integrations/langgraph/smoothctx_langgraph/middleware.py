@@ -8,17 +8,15 @@ from typing import Any, cast
 from langchain.agents.middleware.types import AgentMiddleware, ExtendedModelResponse, ModelRequest, ModelResponse
 from langgraph.types import Command
 
-from smoothctx import Offload, Policy, Runtime, Session
-from smoothctx.errors import ConfigurationError
+from smoothctx import ClosedError, Policy, Runtime, Session
 
 from .codec import LangChainMessages
 from .identity import identity
 from .middleware_state import LookaheadAgentState
+from .options import Tenant, check_name, check_wish
 from .saved import SAVED_KEY, read_saved
-from .tools import retrieve_tool
+from .tools import offloads, retrieve_tool
 from .turns import Turn, Turns
-
-Tenant = str | Callable[[Mapping[str, Any]], str]
 
 
 class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
@@ -37,7 +35,8 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
         name: tells apart two of these in one agent. deepagents has its own summaries under the name
             ``"SummarizationMiddleware"``: ours takes their place under that name.
         codec: how messages are read.
-        tenant: whose conversations these are: a name, or a function of the run's config.
+        tenant: whose conversations these are: a name, or a function of the run's config. Where that fails the model
+            sees the messages as they are, and a warning and the event ``turn.raw`` say so.
         engine: the agent's own engine, to preload the view that a commit will produce.
         request: the constant part of the agent's request.
         retrieve: give the agent the ``retrieve`` tool; by default where the policy offloads.
@@ -63,7 +62,7 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
         super().__init__()
         self._turns = turns_of(runtime, policy, name, codec=codec, tenant=tenant, engine=engine, request=request)
         self._name = name
-        self.tools = tools_of(self._turns, name, tenant, retrieve)
+        self.tools = tools_of(self._turns, name, retrieve)
 
     @property
     def name(self) -> str:
@@ -104,26 +103,26 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
 
 def turns_of(runtime: Runtime, policy: Policy, name: str, **options: Any) -> Turns:
     """The turns of one middleware or node, its arguments checked."""
-    if not isinstance(runtime, Runtime):
-        raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-    if not isinstance(policy, Policy):
-        raise ConfigurationError(f"policy={policy!r}: expected a Policy")
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"name={name!r}: expected a text that is not empty")
-    return Turns(runtime, policy, **options)
+    turns = Turns(runtime, policy, **options)
+    check_name(name)
+    return turns
 
 
-def tools_of(turns: Turns, name: str, tenant: Tenant, wish: bool | None) -> list[Any]:
+def tools_of(turns: Turns, name: str, wish: bool | None) -> list[Any]:
     """The ``retrieve`` tool, where something may be offloaded. It reads for the tenant of the run that calls it."""
+    check_wish("retrieve", wish)
     policy = turns.policy
-    members = getattr(policy.transform, "transforms", (policy.transform,))
-    offloads = policy.max_message_tokens is not None or any(isinstance(m, Offload) for m in members)
-    if not (offloads if wish is None else wish):
+    if not (offloads(policy) if wish is None else wish):
         return []
 
-    def reader() -> Session:
+    def reader() -> Session | None:
         where = identity()
-        who = tenant if isinstance(tenant, str) else tenant(where.config if where is not None else {})
-        return turns.runtime.session(f"{name}/retrieve", policy=policy, codec=turns.codec, tenant=who)
+        who = turns.tenant(where.config if where is not None else {})
+        if who is None:
+            return None
+        try:
+            return turns.runtime.session(f"{name}/retrieve", policy=policy, codec=turns.codec, tenant=who)
+        except ClosedError:
+            return None
 
     return [retrieve_tool(reader)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain.agents.middleware.types import AgentMiddleware, AgentState
@@ -14,11 +14,9 @@ from .codec import LangChainMessages
 from .identity import identity
 from .middleware import tools_of, turns_of
 from .node_channel import claims_of, takes
+from .options import Tenant
 from .rewrite import by_id
 from .turns import Turn, Turns
-
-#: where a commit shows: in what the model is sent alone, or in the state
-MODES = ("view", "state")
 
 
 class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
@@ -26,7 +24,8 @@ class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
 
     It replaces messages by their ids: their order stays, whatever other nodes append meanwhile stays, and nothing of
     it appears in the token stream. Earlier checkpoints keep what they held, so forks and time travel find the raw
-    messages. Each step of the hook is a checkpoint of its own; :class:`LookaheadMiddleware` needs none.
+    messages. Each step of the hook is a checkpoint of its own; :class:`LookaheadMiddleware` needs none. What a policy
+    offloads is in the runtime's store alone; without one a warning and the event ``state.unstored`` say so.
 
     The arguments are those of :class:`LookaheadMiddleware`.
 
@@ -41,15 +40,17 @@ class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         *,
         name: str = "LookaheadStateMiddleware",
         codec: LangChainMessages | None = None,
-        tenant: str | Callable[[Mapping[str, Any]], str] = "default",
+        tenant: Tenant = "default",
         engine: Any = None,
         request: Mapping[str, Any] | None = None,
         retrieve: bool | None = None,
     ) -> None:
         super().__init__()
-        self._turns = turns_of(runtime, policy, name, codec=codec, tenant=tenant, engine=engine, request=request)
+        self._turns = turns_of(
+            runtime, policy, name, codec=codec, tenant=tenant, engine=engine, request=request, rewrites=True
+        )
         self._name = name
-        self.tools = tools_of(self._turns, name, tenant, retrieve)
+        self.tools = tools_of(self._turns, name, retrieve)
 
     @property
     def name(self) -> str:
@@ -87,12 +88,13 @@ def _writes(turns: Turns, messages: Sequence[BaseMessage], turn: Turn, key: str)
     if where is None:
         return None
     writes = by_id(messages, turn.gaps)
-    refusal = "messages without ids of their own cannot be replaced"
+    refusal: str | None = "messages without ids of their own cannot be replaced"
     if writes is not None:
-        found = takes(where, key, writes, turn.view)
-        if found is None and claims_of(turns.runtime).take(where, key):
+        refusal = takes(where, key, writes, turn.view)
+        if refusal is None and claims_of(turns.runtime).take(where, key):
             turn.held = turn.view
             return writes
-        refusal = found or "another node of this step rewrites them"
-    turns.runtime.events.emit("state.kept", node=where.node, why=f"the messages stay in the state: {refusal}")
+    if refusal is not None:  # else another node of this step rewrites them
+        why = f"{where.node}: the messages stay in the state: {refusal}"
+        turns.notices.once("state.kept", where.node, why, node=where.node)
     return None

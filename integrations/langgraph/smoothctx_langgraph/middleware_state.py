@@ -9,6 +9,8 @@ from langchain.agents.middleware.types import AgentState, PrivateStateAttr
 from langchain_core.messages import AnyMessage, BaseMessage
 from langgraph.channels.untracked_value import UntrackedValue
 
+from smoothctx.errors import ConfigurationError
+
 from .saved import LookaheadState, Saved, merge_saved
 
 #: where the view of a pre-model node goes
@@ -33,7 +35,13 @@ class ViewState(LookaheadState, total=False):
 
 
 def model_input(state: Any, messages_key: str = "messages") -> list[BaseMessage]:
-    """What to send to the model behind a pre-model node: its view, or the messages where there is none."""
+    """What to send to the model behind a pre-model node: its view, or the messages where there is none.
+
+    Raises:
+        ConfigurationError: this is no state of a graph.
+    """
+    if state is None or isinstance(state, str | list | tuple):
+        raise ConfigurationError(f"state={state!r}: expected the graph's state, which has {messages_key!r}")
     return list(read(state, VIEW_KEY) or read(state, messages_key) or ())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,17 +16,14 @@ from smoothctx.errors import ConfigurationError
 
 from .codec import LangChainMessages
 from .identity import Identity, identity
-from .node_channel import claims_of, read_channel, takes
+from .node_channel import claims_of, read_channel, say_missing, takes
 from .node_state import add_update, added, map_messages, messages_of, overwrites, returned, with_messages
+from .options import Tenant, check_messages_key, check_mode
 from .rewrite import by_id, ours, raw, touches
 from .saved import SAVED_KEY, change_of, read_saved
 from .turns import Turn, Turns
 
 Node = TypeVar("Node")
-
-MODES = ("view", "state")
-
-_log = logging.getLogger("smoothctx.langgraph")
 
 
 def lookahead_node(
@@ -37,7 +33,7 @@ def lookahead_node(
     mode: str = "view",
     messages_key: str = "messages",
     codec: LangChainMessages | None = None,
-    tenant: str | Callable[[Mapping[str, Any]], str] = "default",
+    tenant: Tenant = "default",
     engine: Any = None,
     request: Mapping[str, Any] | None = None,
 ) -> Callable[[Node], Node]:
@@ -45,7 +41,8 @@ def lookahead_node(
 
     It takes what ``add_node`` takes: functions and coroutine functions, methods, partials, callable objects and
     runnables. Name, signature, type hints and injected arguments stay as they are. Outside a graph, or where the
-    state has no messages, the node is called as it is.
+    state has no messages, the node is called as it is; where the graph knows no ``messages_key``, a warning and the
+    event ``messages.missing`` say which keys there are.
 
     In view mode the messages in the state stay as they are, whatever the node returns of its view. What is committed
     is kept in the state where that has the channel of :class:`LookaheadState`, else in the session alone (and in the
@@ -53,7 +50,8 @@ def lookahead_node(
 
     In state mode a commit is written into the state: the messages that the view replaced take its place, by their
     ids, together with what the node returns. Where the state's reducer cannot do that, a warning and the event
-    ``state.kept`` say so, and the node works as in view mode.
+    ``state.kept`` say so, and the node works as in view mode. What a policy offloads is then in the runtime's store
+    alone; without one a warning and the event ``state.unstored`` say so.
 
     Args:
         runtime: open for as long as the graph is used; ``Runtime.in_thread()`` where the graph is called
@@ -62,23 +60,19 @@ def lookahead_node(
         mode: ``"view"`` or ``"state"``.
         messages_key: where the messages stand in the state.
         codec: how messages are read.
-        tenant: whose conversations these are: a name, or a function of the run's config.
+        tenant: whose conversations these are: a name, or a function of the run's config. Where that fails the model
+            sees the messages as they are, and a warning and the event ``turn.raw`` say so.
         engine: the agent's own engine, to preload the view that a commit will produce.
         request: the constant part of the agent's request.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
     """
-    if not isinstance(runtime, Runtime):
-        raise ConfigurationError(f"runtime={runtime!r}: expected a Runtime")
-    if not isinstance(policy, Policy):
-        raise ConfigurationError(f"policy={policy!r}: expected a Policy")
-    if mode not in MODES:
-        raise ConfigurationError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-    if not isinstance(messages_key, str) or not messages_key:
-        raise ConfigurationError(f"messages_key={messages_key!r}: expected a name in the state")
-    turns = Turns(runtime, policy, codec=codec, tenant=tenant, engine=engine, request=request)
-    lookahead = _Lookahead(turns, messages_key, mode == "state")
+    check_mode(mode)
+    check_messages_key(messages_key)
+    rewrites = mode == "state"
+    turns = Turns(runtime, policy, codec=codec, tenant=tenant, engine=engine, request=request, rewrites=rewrites)
+    lookahead = _Lookahead(turns, messages_key, rewrites)
 
     def decorate(node: Node) -> Node:
         return cast(Node, _decorated(lookahead, node))
@@ -199,7 +193,6 @@ class _Lookahead:
         self.turns = turns
         self._key = key
         self._rewrites = rewrites
-        self._warned: set[str] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at: tuple[int, str]) -> _Run | None:
         """The call, if it is one of a node in a graph whose state has messages."""
@@ -221,6 +214,7 @@ class _Lookahead:
         state = args[position] if isinstance(position, int) else kwargs[position]
         messages = messages_of(state, self._key)
         if messages is None:
+            say_missing(self.turns.notices, state, self._key)
             return None
         saved: list[str] | None = None
         if not self._rewrites:
@@ -275,12 +269,9 @@ class _Lookahead:
 
     def _keep(self, run: _Run, why: str) -> None:
         """Say once per node why its state is not rewritten."""
-        if run.where.node in self._warned:
-            return
-        self._warned.add(run.where.node)
-        why = f"{run.where.node}: the messages stay in the state, the model sees the view: {why}"
-        self.turns.runtime.events.emit("state.kept", node=run.where.node, why=why)
-        _log.warning(why)
+        node = run.where.node
+        said = f"{node}: the messages stay in the state, the model sees the view: {why}"
+        self.turns.notices.once("state.kept", node, said, node=node)
 
 
 def _state_position(node: Any) -> tuple[int, str]:

@@ -16,7 +16,9 @@ from langgraph.runtime import get_runtime
 
 from smoothctx import Runtime
 
-from .identity import Identity
+from .identity import Identity, identity
+from .node_state import keys_of
+from .notices import Notices
 from .rewrite import shrunk
 from .saved import SAVED_KEY
 
@@ -53,6 +55,19 @@ def takes(where: Identity, key: str, writes: Sequence[BaseMessage], view: Sequen
     if not shrunk(value, view):
         return "its reducer does not replace and remove messages by their ids, as add_messages does"
     return None
+
+
+def say_missing(notices: Notices, state: Any, key: str) -> None:
+    """Say once per node that its messages are not where they are looked for, if neither state nor graph has the key."""
+    where = identity()
+    if where is None or isinstance(state, list) or key in keys_of(state):
+        return
+    channels = _channels(where)
+    if key in channels:
+        return  # not set yet, or not what a `Send` carries
+    keys = sorted(k for k in channels or keys_of(state) if k.isidentifier() and not k.startswith("__"))
+    why = f"{where.node}: messages_key={key!r} is not in the state, so nothing is done there; it has {', '.join(keys)}"
+    notices.once("messages.missing", where.node, why, node=where.node, key=key, keys=keys)
 
 
 def _channels(where: Identity) -> Mapping[str, BaseChannel[Any, Any, Any]]:

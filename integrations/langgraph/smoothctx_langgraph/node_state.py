@@ -28,6 +28,15 @@ def messages_of(state: Any, key: str) -> list[Any] | None:
     return list(found) if isinstance(found, list | tuple) and found else None
 
 
+def keys_of(state: Any) -> list[str]:
+    """The names in a state; none where it is no state of several channels."""
+    if isinstance(state, dict):
+        return [key for key in state if isinstance(key, str)]
+    if isinstance(state, BaseModel):
+        return list(type(state).model_fields)
+    return [field.name for field in dataclasses.fields(state)] if _is_object(state) else []
+
+
 def with_messages(state: Any, key: str, messages: list[Any]) -> Any:
     """A copy of the state with other messages."""
     if isinstance(state, list):

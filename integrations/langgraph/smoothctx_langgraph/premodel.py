@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from langchain_core.messages import BaseMessage
 from langchain_core.runnables import Runnable, RunnableLambda
@@ -13,8 +13,10 @@ from smoothctx.errors import ConfigurationError
 
 from .codec import LangChainMessages
 from .middleware import turns_of
-from .middleware_commit import MODES, writes_of
+from .middleware_commit import writes_of
 from .middleware_state import VIEW_KEY, read
+from .node_channel import say_missing
+from .options import Tenant, check_messages_key, check_mode
 from .saved import SAVED_KEY, read_saved
 from .turns import Turn
 
@@ -27,7 +29,7 @@ def premodel_node(
     name: str = "premodel",
     messages_key: str = "messages",
     codec: LangChainMessages | None = None,
-    tenant: str | Callable[[Mapping[str, Any]], str] = "default",
+    tenant: Tenant = "default",
     engine: Any = None,
     request: Mapping[str, Any] | None = None,
 ) -> Runnable[Any, Any]:
@@ -38,7 +40,9 @@ def premodel_node(
     ``ViewState``, else in the session alone (and in the runtime's store, if it has one).
 
     In state mode it rewrites the messages in the state by their ids, and the model's node reads those. Where the
-    state's reducer cannot do that, the event ``state.kept`` says so, and the view is returned as in view mode.
+    state's reducer cannot do that, the event ``state.kept`` says so, and the view is returned as in view mode. For what
+    is offloaded, for a ``messages_key`` that is not there, and for a tenant that cannot be told, see
+    :func:`lookahead_node`.
 
     Args:
         runtime: open for as long as the graph is used; ``Runtime.in_thread()`` where it is called synchronously.
@@ -54,13 +58,18 @@ def premodel_node(
     Raises:
         ConfigurationError: naming option, value and what is allowed.
     """
-    if mode not in MODES:
-        raise ConfigurationError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-    turns = turns_of(runtime, policy, name, codec=codec, tenant=tenant, engine=engine, request=request)
+    check_mode(mode)
+    check_messages_key(messages_key)
+    turns = turns_of(
+        runtime, policy, name, codec=codec, tenant=tenant, engine=engine, request=request, rewrites=mode == "state"
+    )
 
     def given(state: Any) -> tuple[list[BaseMessage], list[str] | None]:
         saved = read_saved(read(state, SAVED_KEY), name) if mode == "view" else None
-        return list(read(state, messages_key) or ()), saved
+        messages = read(state, messages_key)
+        if messages is None:
+            say_missing(turns.notices, state, messages_key)
+        return list(messages or ()), saved
 
     def update(messages: Sequence[BaseMessage], turn: Turn) -> dict[str, Any]:
         if mode == "state":
@@ -82,7 +91,17 @@ def premodel_node(
         async with turns.turn(messages, place=name, saved=saved) as turn:
             return update(messages, turn)
 
-    return RunnableLambda(prepare, aprepare, name=name)
+    return _PremodelNode(prepare, aprepare, name=name)
+
+
+class _PremodelNode(RunnableLambda[Any, Any]):
+    """The node. It is none of the decorators, and says so."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigurationError(
+            "premodel_node(...) is a node by itself, such as add_node('prepare', premodel_node(runtime, policy)); "
+            "to decorate a node use lookahead_node(runtime, policy)"
+        )
 
 
 def known_by_id(view: Sequence[BaseMessage], messages: Sequence[BaseMessage]) -> list[BaseMessage]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from langchain.agents.middleware import SummarizationMiddleware
@@ -18,8 +19,9 @@ from smoothctx.transforms.base import Locality, Rewrite, TransformRequest, finge
 from .codec import LangChainMessages
 from .isolation import isolated
 from .middleware import LookaheadMiddleware
-from .middleware_commit import MODES, LookaheadStateMiddleware
+from .middleware_commit import LookaheadStateMiddleware
 from .models import ChatModel
+from .options import Tenant, check_mode
 from .stock_fold import Snapshot, folded, rewritten, snapshot
 from .stock_limits import limits, own_keep
 from .stock_usage import metered
@@ -31,6 +33,8 @@ _ELSEWHERE = tuple(
 )
 #: messages that are copied before others get their turn on the loop
 SLICE = 200
+#: what may be said of the policy, beside the sizes and the transform
+_POLICY = [f.name for f in dataclasses.fields(Policy) if f.init and f.name != "transform"]
 #: what older versions of LangChain's summaries say where there should be one
 _NO_SUMMARY = "\n\nError generating summary: "
 
@@ -109,7 +113,7 @@ def lookahead_stock(
     land_at: Any = None,
     context_window: int | None = None,
     codec: LangChainMessages | None = None,
-    tenant: str | Callable[[Mapping[str, Any]], str] = "default",
+    tenant: Tenant = "default",
     engine: Any = None,
     request: Mapping[str, Any] | None = None,
     **options: Any,
@@ -140,10 +144,13 @@ def lookahead_stock(
         options: any other option of :class:`smoothctx.Policy`; ``min_savings`` is 0.05 here.
 
     Raises:
-        ConfigurationError: see :class:`StockTransform`; or a size that is missing and cannot be read off.
+        ConfigurationError: see :class:`StockTransform`; a size that is missing and cannot be read off; or an option that
+            is wrong or unknown, naming it, its value and what is allowed.
     """
-    if mode not in MODES:
-        raise ConfigurationError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+    check_mode(mode)
+    unknown = [option for option in options if option not in _POLICY]
+    if unknown:
+        raise ConfigurationError(f"{unknown[0]}={options[unknown[0]]!r}: no such option; expected {', '.join(_POLICY)}")
     transform = StockTransform(middleware, identity=identity)
     sizes = limits(middleware, trigger=trigger, hard_limit=hard_limit, land_at=land_at, context_window=context_window)
     keep = own_keep(middleware)

@@ -8,7 +8,7 @@ from typing import Any
 
 from langchain_core.tools import BaseTool, StructuredTool
 
-from smoothctx import Session
+from smoothctx import Offload, Policy, Runtime, Session
 from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.offload import PAGE, TOOL_NAME, TOOL_SCHEMA
 
@@ -50,3 +50,20 @@ def retrieve_tool(session: Session | Callable[[], Session | None]) -> BaseTool:
         func=retrieve,
         coroutine=aretrieve,
     )
+
+
+def offloads(policy: Policy) -> bool:
+    """May anything be moved out of the context?"""
+    return policy.max_message_tokens is not None or bool(_members(policy))
+
+
+def forgets(runtime: Runtime, policy: Policy) -> bool:
+    """Is what is moved out of the context kept by this process alone?"""
+    if runtime.shares_artifacts:
+        return False
+    return policy.max_message_tokens is not None or any(m.store is None for m in _members(policy))
+
+
+def _members(policy: Policy) -> list[Offload]:
+    members = getattr(policy.transform, "transforms", (policy.transform,))
+    return [m for m in members if isinstance(m, Offload)]

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,14 @@ from typing import Any
 from langchain_core.messages import BaseMessage
 
 from smoothctx import ClosedError, Policy, Runtime, Session
-from smoothctx.errors import ConfigurationError
 from smoothctx.lines import Lines
 
 from .codec import LangChainMessages
 from .identity import Identity, identity
+from .notices import Notices
+from .options import Tenant, check_turns, tenant_of
 from .rewrite import Gap, fill, gaps, own
+from .tools import forgets
 
 #: views kept for a node that may run again: after a retry or an interrupt it sees what it saw before
 MAX_PINS = 256
@@ -59,6 +61,10 @@ class Turns:
         tenant: whose conversations these are: a name, or a function of the run's config.
         engine: the agent's own engine, to preload the view that a commit will produce.
         request: the constant part of the agent's request.
+        rewrites: the view goes into the state.
+
+    Raises:
+        ConfigurationError: naming option, value and what is allowed.
     """
 
     def __init__(
@@ -67,14 +73,18 @@ class Turns:
         policy: Policy,
         *,
         codec: LangChainMessages | None = None,
-        tenant: str | Callable[[Mapping[str, Any]], str] = "default",
+        tenant: Tenant = "default",
         engine: Any = None,
         request: Mapping[str, Any] | None = None,
+        rewrites: bool = False,
     ) -> None:
+        check_turns(runtime, policy, codec=codec, tenant=tenant, engine=engine, request=request)
         self.runtime = runtime
         self.policy = policy
-        self.codec = codec or LangChainMessages()
+        self.codec = LangChainMessages() if codec is None else codec
+        self.notices = Notices(runtime.events)
         self._tenant = tenant
+        self._forgets = rewrites and forgets(runtime, policy)
         self._lines = Lines(runtime, policy=policy, codec=self.codec, engine=engine, request=request)
         self._pins: OrderedDict[tuple[str, str], _Pin] = OrderedDict()
         self._restored: weakref.WeakKeyDictionary[Session, tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -137,25 +147,42 @@ class Turns:
         if where is None:
             return None
         runtime = self.runtime
+        tenant = self.tenant(where.config)
+        if tenant is None:
+            return None
         try:
-            tenant = self._tenant if isinstance(self._tenant, str) else self._tenant(where.config)
             bucket = _bucket(where, place or where.node, messages, self.codec)
             parent = _parent(runtime, where, tenant)
             using = self._lines.using(bucket, messages, owner=where.owner, tenant=tenant, parent=parent)
             session = stack.enter_context(using)
-        except ConfigurationError:
-            raise  # a mistake of the caller's, in the caller's words
         except ClosedError:
             if not runtime.closed:
-                raise  # it was never opened: a mistake as well
-            runtime.events.emit("turn.raw", why="the runtime is closed: the node sees its messages as they are")
+                raise  # it was never opened: a mistake of the caller's, in the caller's words
+            self.notices.once("turn.raw", "closed", "the runtime is closed: the model sees the messages as they are")
             return None
         except Exception as error:
             runtime.events.error(error, where="turn")
             return None
         if not where.namespace and where.thread is not None:
             _roots(runtime)[tenant, where.thread] = session
+        if self._forgets:
+            self.notices.once(
+                "state.unstored",
+                "",
+                "what is offloaded leaves the state, and the Runtime has no store: its text is gone when the process "
+                "ends; give it one, such as Runtime(store=FolderStore(path))",
+            )
         return session
+
+    def tenant(self, config: Mapping[str, Any]) -> str | None:
+        """Whose run this is; ``None``, and it is said once, where that cannot be told. It is nobody else's then."""
+        try:
+            return tenant_of(self._tenant, config)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            why = f"tenant={self._tenant!r} could not tell whose run this is ({said}): the model sees the messages as "
+            self.notices.once("turn.raw", f"tenant {said}"[:200], why + "they are", error=said)
+            return None
 
     def _see(
         self, turn: Turn, messages: Sequence[BaseMessage], view: list[BaseMessage], saved: Sequence[str] | None

@@ -1,0 +1,324 @@
+"""``smoothctx bench qa``: what can still be answered from a compacted context, at several block sizes and details.
+
+Every question is asked twice: with the raw context, and with one that was compacted without knowing the question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from ..codec import OpenAIMessages
+from ..engines import EmbeddedEngine, OpenAIEngine
+from ..errors import ConfigurationError, SmoothctxError
+from ..transforms import ParallelSummarize, Summarize
+from ..transforms.base import Transform, TransformRequest
+from ..transforms.inputs import opens_with_user, units
+from ..transforms.prompts_blocks import DETAILS
+from ..transforms.replies import strip_thinking
+from . import qa_data
+from .qa_data import KINDS, Item
+from .qa_scores import action_of, equivalence, exact_match, f1
+
+CODEC = OpenAIMessages()
+#: the same answer for the same question, as far as the server allows
+GREEDY = {"temperature": 0}
+#: tokens of an answer, and of an action
+ANSWER_TOKENS, ACTION_TOKENS = 48, 96
+RAW = "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to compact: ``name`` as in the table; ``block_tokens`` 0 is one summary of the whole."""
+
+    name: str
+    detail: str = ""
+    block_tokens: int = 0
+    max_tokens: int = 0
+
+    def transform(self, engine: Any) -> Transform | None:
+        """``None`` for the raw context."""
+        if self.name == RAW:
+            return None
+        if not self.block_tokens:
+            # cut off at its cap or not: what is measured is what that many tokens hold
+            return Summarize(engine, max_tokens=self.max_tokens, keep=("messages", 0), fixed_tokens=True)
+        return ParallelSummarize(engine, block_tokens=self.block_tokens, detail=self.detail, keep=("messages", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One question under one setting. ``equivalence`` is for actions, the other scores are for answers; ``error`` is
+    what went wrong instead."""
+
+    key: str
+    setting: str
+    kind: str
+    item: str
+    raw_tokens: int = 0
+    context_tokens: int = 0
+    answer: str = ""
+    exact_match: float | None = None
+    f1: float | None = None
+    equivalence: float | None = None
+    error: str = ""
+
+
+def add_parser(kinds: Any) -> None:
+    """Add ``bench qa``."""
+    parser = kinds.add_parser(
+        "qa",
+        help="questions answered from compacted and from raw context",
+        description=(
+            "Multi-hop questions, questions about dialogues, and next actions, asked with the raw context and with "
+            "contexts compacted at several block sizes and details. A model that answers poorly from the raw context "
+            "says little about a summary: read each score beside that of 'raw'."
+        ),
+    )
+    parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
+    parser.add_argument("--model", metavar="NAME", help="its model's name; a GGUF file for the embedded engine")
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key")
+    parser.add_argument("--window", type=int, default=8192, metavar="N", help="context window, tokens (default 8192)")
+    parser.add_argument("--hotpotqa", type=Path, metavar="FILE", help="questions of a HotpotQA file instead of ours")
+    parser.add_argument("--locomo", type=Path, metavar="FILE", help="questions of a LoCoMo file instead of ours")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"what to ask (default {','.join(KINDS)})")
+    parser.add_argument("--items", type=int, metavar="N", help="questions of each kind at most")
+    parser.add_argument("--blocks", default="250,500,1000", help="block sizes, tokens (default 250,500,1000)")
+    parser.add_argument("--details", default="concise,detailed", help=f"of {','.join(DETAILS)}")
+    parser.add_argument("--summary-tokens", type=int, default=256, help="cap of the one sequential summary")
+    parser.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="keep finished cells here and skip them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell and the table as JSON")
+    parser.set_defaults(run=command)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Run it. Returns the exit code: 1 when no question could be asked at all."""
+    items, settings = chosen_items(options), chosen_settings(options)
+    for option, file in (("--json", options.json), ("--resume", options.resume)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigurationError(f"{option} {file}: the folder {file.absolute().parent} does not exist")
+    cells: list[Cell] = []
+    try:
+        anyio.run(_with_engine, options, items, settings, cells)
+    finally:  # also when interrupted: what is there is shown, and with --resume nothing of it is lost
+        if cells:
+            print(table(cells))
+            if options.json is not None:
+                options.json.write_text(json.dumps(as_json(cells), indent=2) + "\n", encoding="utf-8")
+                print(f"figures: {options.json}")
+    return 0 if any(not c.error for c in cells) else 1
+
+
+def chosen_items(options: argparse.Namespace) -> list[Item]:
+    """The questions to ask.
+
+    Raises:
+        ConfigurationError: a wrong kind or count, or a file that cannot be read.
+    """
+    kinds = _names("--kinds", options.kinds, KINDS)
+    limit = options.items
+    if limit is not None and limit < 1:
+        raise ConfigurationError(f"--items {limit}: expected at least 1")
+    if options.hotpotqa is not None or options.locomo is not None:
+        found = qa_data.load_hotpotqa(options.hotpotqa, limit) if options.hotpotqa is not None else []
+        found += qa_data.load_locomo(options.locomo, limit) if options.locomo is not None else []
+    else:
+        found = qa_data.own_items()
+    items = []
+    for kind in kinds:
+        same = [i for i in found if i.kind == kind]
+        items += same if options.locomo is not None and kind == "dialogue" else same[:limit]
+    if not items:
+        raise ConfigurationError(f"--kinds {options.kinds}: there are no such questions in the files given")
+    return items
+
+
+def chosen_settings(options: argparse.Namespace) -> list[Setting]:
+    """The raw context, one summary, and blocks of each size at each detail.
+
+    Raises:
+        ConfigurationError: a wrong size or detail.
+    """
+    if options.summary_tokens < 16:
+        raise ConfigurationError(f"--summary-tokens {options.summary_tokens}: expected at least 16")
+    settings = [Setting(name=RAW), Setting(name="summarize", max_tokens=options.summary_tokens)]
+    for size in (x for x in options.blocks.split(",") if x.strip()):
+        if not size.strip().isdigit() or int(size) < 96:
+            raise ConfigurationError(f"--blocks {options.blocks}: expected whole numbers of at least 96")
+        for detail in _names("--details", options.details, tuple(DETAILS)):
+            settings.append(Setting(name=f"blocks {int(size)} {detail}", detail=detail, block_tokens=int(size)))
+    return settings
+
+
+def _names(option: str, value: str, allowed: Sequence[str]) -> list[str]:
+    names = [x.strip() for x in value.split(",") if x.strip()]
+    if not names or any(n not in allowed for n in names):
+        raise ConfigurationError(f"{option} {value}: expected names out of {', '.join(allowed)}")
+    return list(dict.fromkeys(names))
+
+
+async def _with_engine(
+    options: argparse.Namespace, items: Sequence[Item], settings: Sequence[Setting], cells: list[Cell]
+) -> None:
+    if options.url is None:
+        print("starting the embedded engine ...", file=sys.stderr, flush=True)
+        engine: Any = EmbeddedEngine(options.model, context_window=options.window, slots=1)
+    else:
+        if not options.model:
+            raise ConfigurationError("--url needs --model NAME")
+        key = os.environ.get(options.api_key_env) if options.api_key_env else None
+        if options.api_key_env and not key:
+            raise ConfigurationError(f"--api-key-env {options.api_key_env}: the variable is not set")
+        engine = OpenAIEngine(options.url, options.model, api_key=key, context_window=options.window)
+    async with engine:
+        name = options.model or getattr(engine, "model", "embedded")
+        await measure(engine, f"{options.url or 'embedded'}#{name}", items, settings, cells, options.resume)
+
+
+async def measure(
+    engine: Any,
+    identity: str,
+    items: Sequence[Item],
+    settings: Sequence[Setting],
+    cells: list[Cell],
+    resume: Path | None = None,
+) -> None:
+    """Ask every question under every setting and put the cells into ``cells``; with ``resume`` only what is missing
+    in that file, which each finished cell is added to at once."""
+    done = _finished(resume)
+    total = len(items) * len(settings)
+    for item in items:
+        reference = ""
+        for setting in settings:
+            key = cell_key(identity, item, setting)
+            cell = done.get(key)
+            if cell is None:
+                cell = replace(await ask(engine, item, setting, reference), key=key)
+                _keep(resume, cell)
+            if setting.name == RAW:
+                reference = cell.answer
+            cells.append(cell)
+            shown = cell.error or f"{cell.context_tokens} tokens: {cell.answer[:60]!r}"
+            print(f"[{len(cells)}/{total}] {item.id} {setting.name}: {shown}", file=sys.stderr, flush=True)
+
+
+async def ask(engine: Any, item: Item, setting: Setting, reference: str = "") -> Cell:
+    """One cell: compact, ask, score. ``reference``: what was said with the raw context."""
+    raw = sum(map(CODEC.estimate, item.messages))
+    cell = Cell(key="", setting=setting.name, kind=item.kind, item=item.id, raw_tokens=raw)
+    try:
+        context = await compacted(item, setting.transform(engine))
+        asked = [*context, {"role": "user", "content": item.ask}]
+        sent = opens_with_user([m for u in units(asked, CODEC) for m in u.messages])
+        limit = ACTION_TOKENS if item.kind == "action" else ANSWER_TOKENS
+        reply = await engine.complete(sent, max_tokens=limit, **GREEDY)
+    except SmoothctxError as error:
+        return replace(cell, error=f"{type(error).__name__}: {error}")
+    answer = strip_thinking(reply.text)
+    cell = replace(cell, answer=answer, context_tokens=sum(map(CODEC.estimate, context)))
+    if item.kind == "action":
+        expected = action_of(answer if setting.name == RAW else reference)
+        if expected.tool is None:  # nothing was called with the raw context: there is nothing to compare
+            return cell
+        return replace(cell, equivalence=equivalence(action_of(answer), expected).score)
+    return replace(cell, exact_match=exact_match(answer, item.answers), f1=f1(answer, item.answers))
+
+
+async def compacted(item: Item, transform: Transform | None) -> list[dict[str, Any]]:
+    """The context that the question is asked with: the system message and what stands for the rest."""
+    lead = [m for m in item.messages if m["role"] == "system"]
+    rest = [m for m in item.messages if m["role"] != "system"]
+    if transform is None:
+        return [*lead, *rest]
+    request = TransformRequest(messages=rest, before=lead, codec=CODEC, options=GREEDY)
+    return [*lead, *(await transform.apply(request)).messages]
+
+
+def cell_key(identity: str, item: Item, setting: Setting) -> str:
+    """Names a cell by everything that its result depends on."""
+    parts = [identity, asdict(item), asdict(setting), ANSWER_TOKENS, ACTION_TOKENS]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _finished(resume: Path | None) -> dict[str, Cell]:
+    """The cells of an earlier run; a last line that was cut off, and failures, are asked again."""
+    found: dict[str, Cell] = {}
+    if resume is None or not resume.exists():
+        return found
+    for line in resume.read_text(encoding="utf-8").splitlines():
+        try:
+            cell = Cell(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        if not cell.error:
+            found[cell.key] = cell
+    return found
+
+
+def _keep(resume: Path | None, cell: Cell) -> None:
+    if resume is None:
+        return
+    cut = resume.exists() and not resume.read_bytes().endswith(b"\n") and resume.stat().st_size > 0
+    with resume.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut else "") + json.dumps(asdict(cell)) + "\n")
+
+
+def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The means for each setting and kind; ``None`` where there is nothing to take one of."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.kind, cell.setting), []).append(cell)
+    found = []
+    for (kind, setting), group in groups.items():
+        right = [c for c in group if not c.error]
+        raw = sum(c.raw_tokens for c in right)
+        found.append(
+            {
+                "kind": kind,
+                "setting": setting,
+                "cells": len(group),
+                "errors": len(group) - len(right),
+                "context_tokens": _mean([float(c.context_tokens) for c in right]),
+                "kept": sum(c.context_tokens for c in right) / raw if raw else None,
+                "exact_match": _mean([c.exact_match for c in right if c.exact_match is not None]),
+                "f1": _mean([c.f1 for c in right if c.f1 is not None]),
+                "equivalence": _mean([c.equivalence for c in right if c.equivalence is not None]),
+            }
+        )
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """The table for people: one line for each kind and setting."""
+    head = f"{'kind':<10} {'setting':<26} {'n':>3} {'err':>3} {'tokens':>7} {'kept':>6} {'EM':>5} {'F1':>5} {'same':>5}"
+    lines = [head, "-" * len(head)]
+    for row in rows(cells):
+        scores = " ".join(_score(row[k]) for k in ("exact_match", "f1", "equivalence"))
+        tokens = "-" if row["context_tokens"] is None else f"{row['context_tokens']:.0f}"
+        kept = "-" if row["kept"] is None else f"{row['kept']:.0%}"
+        counts = f"{row['cells']:>3} {row['errors']:>3} {tokens:>7} {kept:>6}"
+        lines.append(f"{row['kind']:<10} {row['setting']:<26} {counts} {scores}")
+    return "\n".join(lines)
+
+
+def _score(value: float | None) -> str:
+    return f"{'-' if value is None else f'{value:.2f}':>5}"
+
+
+def as_json(cells: Sequence[Cell]) -> Mapping[str, Any]:
+    """Everything for machines: the rows of the table, and each cell."""
+    return {"benchmark": "qa", "rows": rows(cells), "cells": [asdict(c) for c in cells]}

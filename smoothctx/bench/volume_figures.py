@@ -1,0 +1,103 @@
+"""The figures of ``bench volume`` and how they are shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .statistics import similarity, spearman, variation
+
+
+def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], details: Sequence[str]) -> dict[str, Any]:
+    """The figures over all runs: a row for each block size and detail, and the rank correlations."""
+    rows: list[dict[str, Any]] = []
+    for size in blocks:
+        for detail in details:
+            mine = [
+                [c for c in cells.values() if (c["kind"], c["block_tokens"], c["detail"]) == (kind, size, detail)]
+                for kind in ("parallel", "sequential")
+            ]
+            parallel, sequential = ([c for c in group if c["error"] is None] for group in mine)
+            if not parallel:
+                continue
+            figures = {
+                "block_tokens": size,
+                "detail": detail,
+                "blocks": _mean([c["blocks"] for c in parallel]),
+                "output_tokens": _mean([c["output_tokens"] for c in parallel]),
+                "variation": variation([c["output_tokens"] for c in parallel]),
+                "similarity": similarity(["\n".join(c["texts"]) for c in parallel]),
+                "wall_s": _mean([c["wall_s"] for c in parallel]),
+                "tokens_per_s": _mean([c["tokens_per_s"] or 0.0 for c in parallel]),
+                "sequential_tokens": _mean([c["output_tokens"] for c in sequential]),
+                "sequential_wall_s": _mean([c["wall_s"] for c in sequential]),
+                "sequential_tokens_per_s": _mean([c["tokens_per_s"] or 0.0 for c in sequential]),
+            }
+            figures["speedup"] = _speedup(figures)
+            rows.append(figures)
+    made = [c for c in cells.values() if c["kind"] == "parallel"]
+    good = [c for c in made if c["error"] is None]
+    calls = sum(c["calls"] for c in good)
+    detail_rank = {detail: k for k, detail in enumerate(details)}
+    return {
+        "rows": rows,
+        "spearman_blocks": {d: spearman(*_columns([c for c in good if c["detail"] == d], "blocks")) for d in details},
+        "spearman_detail": {
+            str(size): spearman(
+                [detail_rank[c["detail"]] for c in good if c["block_tokens"] == size],
+                [c["output_tokens"] for c in good if c["block_tokens"] == size],
+            )
+            for size in blocks
+        },
+        "ended_by_cap": sum(c["ended_by_cap"] for c in good) / calls if calls else None,
+        "failed": len(made) - len(good),
+    }
+
+
+def _columns(cells: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    return [c[name] for c in cells], [c["output_tokens"] for c in cells]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _speedup(row: Mapping[str, Any]) -> float | None:
+    """Sequential wall time over parallel, at the parallel volume: seconds per token decide where they differ."""
+    own, other = row["tokens_per_s"], row["sequential_tokens_per_s"]
+    return own / other if own and other else None
+
+
+# -- printing ------------------------------------------------------------------------------------------------------
+
+
+def row(cell: Mapping[str, Any]) -> str:
+    """One cell in a line."""
+    state = cell["error"] or f"{cell['blocks']} summaries"
+    return (
+        f"{cell['kind']:<11}{cell['block_tokens']:>7}  {cell['detail']:<14}run {cell['run']}: "
+        f"{cell['output_tokens']:>6} tokens {cell['wall_s']:>8.1f} s  {state}"
+    )
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The figures for a person to read."""
+    head = "block  detail         blocks  tokens     CV  similar   wall s  tok/s  sequential s  tok/s  gain"
+    lines = [head]
+    for r in figures["rows"]:
+        lines.append(
+            f"{r['block_tokens']:>5}  {r['detail']:<14}{_n(r['blocks'], 0):>7}{_n(r['output_tokens'], 0):>8}"
+            f"{_n(r['variation'], 2):>7}{_n(r['similarity'], 2):>9}{_n(r['wall_s'], 1):>9}{_n(r['tokens_per_s'], 1):>7}"
+            f"{_n(r['sequential_wall_s'], 1):>14}{_n(r['sequential_tokens_per_s'], 1):>7}{_n(r['speedup'], 2):>6}"
+        )
+    for name, values in (
+        ("number of blocks, by detail", figures["spearman_blocks"]),
+        ("detail, by block size", figures["spearman_detail"]),
+    ):
+        lines.append(f"Spearman of tokens with {name}: " + ", ".join(f"{k} {_n(v, 2)}" for k, v in values.items()))
+    lines.append(f"summaries ended by the cap: {_n(figures['ended_by_cap'], 2)}; failed cells: {figures['failed']}")
+    return "\n".join(lines)
+
+
+def _n(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,192 @@
+"""Speculate: candidates prepared side by side; which of them is used is decided at the commit."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from ..errors import ConfigurationError, TransformError
+from ..usage import Usage
+from .base import Locality, Rewrite, Size, Transform, TransformRequest, fingerprint
+from .isolate import Isolate
+
+#: sessions whose spending is remembered
+MAX_SESSIONS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one candidate came to. Not ``ready``: it failed, was refused, or was not prepared for the budget's sake.
+
+    ``transform`` is its name, ``messages`` stand for the rewritten run, ``tokens`` is their count.
+    """
+
+    transform: str
+    ready: bool
+    messages: tuple[Any, ...] = ()
+    tokens: int = 0
+
+
+Choose = Callable[[list[Any], list[Candidate]], int]
+
+
+class Speculate:
+    """Prepares several rewrites of the same run; the commit chooses by what has happened since.
+
+    The choice may depend on the future, the candidates themselves are made without it. A candidate may be a transform
+    of your own whose locality is ``FUTURE``: this is the only place for one.
+
+    Args:
+        candidates: two or more transforms that read the same ``source``. The first one is the default.
+        choose: ``choose(messages_since, candidates) -> index``. Called at each boundary at which a result could be
+            committed, with the messages appended since the work began and one :class:`Candidate` for each of
+            ``candidates``. It runs on the turn's path: pure and fast. An error, or an index that is none, means the
+            first candidate that is ready, with an event.
+        keep: what stays raw at the end of the view; by default the first candidate's.
+        budget_tokens: tokens that the candidates behind the first may cost one session in all, in this process.
+            A candidate that could exceed it is not prepared. ``None``: no limit.
+
+    Raises:
+        ConfigurationError: naming option, value and what is allowed.
+    """
+
+    name = "speculate"
+    locality = Locality.FUTURE
+
+    def __init__(
+        self,
+        candidates: Sequence[Transform],
+        choose: Choose,
+        *,
+        keep: Size | None = None,
+        budget_tokens: int | None = None,
+    ) -> None:
+        if not isinstance(candidates, list | tuple) or len(candidates) < 2:
+            raise ConfigurationError(f"candidates={candidates!r}: expected a list of two or more transforms")
+        for k, member in enumerate(candidates):
+            if not isinstance(member, Transform):
+                raise ConfigurationError(
+                    f"candidates[{k}]={member!r}: expected a transform (an object with name, locality, fingerprint "
+                    "and an async apply)"
+                )
+            if isinstance(member, Isolate | Speculate):
+                raise ConfigurationError(f"candidates[{k}]={member!r}: {member.name!r} cannot be a candidate")
+        if not callable(choose):
+            raise ConfigurationError(f"choose={choose!r}: expected a callable (messages_since, candidates) -> index")
+        if budget_tokens is not None and (
+            isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 0
+        ):
+            raise ConfigurationError(f"budget_tokens={budget_tokens!r}: expected a number of tokens, or None")
+        sources = {str(getattr(m, "source", "view")) for m in candidates}
+        if len(sources) > 1:
+            raise ConfigurationError(
+                f"candidates: they read {' and '.join(sorted(sources))}; expected the same source= of all of them"
+            )
+        #: the candidates, in order
+        self.transforms: tuple[Transform, ...] = tuple(candidates)
+        self.choose = choose
+        self.budget_tokens = budget_tokens
+        first: Any = candidates[0]
+        self.keep: Size = keep if keep is not None else getattr(first, "keep", ("messages", 20))
+        self.source = sources.pop()
+        self.max_tokens: int = max(int(getattr(m, "max_tokens", 0) or 0) for m in candidates)
+        prints = [m.fingerprint for m in candidates]
+        # Neither the choice nor the budget changes what any candidate is.
+        self.fingerprint: str | None = (
+            None if None in prints else fingerprint(self.name, {"candidates": prints, "keep": self.keep})
+        )
+        self._spent: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    async def apply(self, request: TransformRequest) -> Rewrite:
+        """Prepare the candidates side by side.
+
+        Raises:
+            TransformError: or whatever the first candidate raised, when all of them failed.
+        """
+        made: list[Rewrite | None] = [None] * len(self.transforms)
+        spent = [Usage()] * len(self.transforms)
+        errors: dict[int, Exception] = {}
+
+        async def prepare(k: int) -> None:
+            def count(usage: Usage) -> None:
+                spent[k] = spent[k] + usage
+                if request.on_usage is not None:
+                    request.on_usage(usage)
+
+            try:
+                rewrite = made[k] = await self.transforms[k].apply(replace(request, on_usage=count))
+                spent[k] = rewrite.usage
+            except Exception as error:  # the others may do
+                errors[k] = error
+
+        chosen = self._within_budget(request)
+        try:
+            async with anyio.create_task_group() as group:
+                for k in chosen:
+                    group.start_soon(prepare, k)
+        finally:
+            self._spend(request, sum(u.total_tokens for u in spent[1:]))
+        first = next((r for r in made if r is not None), None)
+        if first is None:
+            raise errors.get(0) or TransformError("speculate: no candidate has a result")
+        return replace(first, usage=sum(spent, Usage()), alternatives=tuple(made))
+
+    def _within_budget(self, request: TransformRequest) -> list[int]:
+        """Which candidates are prepared: the first, and the others as far as the budget goes."""
+        if self.budget_tokens is None:
+            return list(range(len(self.transforms)))
+        with self._lock:
+            left = self.budget_tokens - self._spent.get((request.tenant, request.session_id), 0)
+        source = sum(map(request.codec.estimate, [*request.before, *request.messages]))
+        chosen = [0]
+        for k, member in enumerate(self.transforms[1:], 1):
+            output = int(getattr(member, "max_tokens", 0) or 0)
+            cost = source + output if output else 0  # without a model it costs no tokens
+            if cost <= left:
+                chosen.append(k)
+                left -= cost
+        return chosen
+
+    def _spend(self, request: TransformRequest, tokens: int) -> None:
+        who = (request.tenant, request.session_id)
+        with self._lock:
+            self._spent[who] = self._spent.pop(who, 0) + tokens
+            while len(self._spent) > MAX_SESSIONS:
+                self._spent.popitem(last=False)
+
+    def pick(self, since: Sequence[Any], candidates: Sequence[Candidate]) -> tuple[int, str]:
+        """The candidate to use, and why it is not the one that ``choose`` named (``""`` where it is)."""
+        default = next(k for k, c in enumerate(candidates) if c.ready)
+        if sum(c.ready for c in candidates) == 1:
+            return default, ""
+        try:
+            index = self.choose(list(since), list(candidates))
+        except Exception as error:
+            return default, f"choose raised {type(error).__name__}: {error}"
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(candidates):
+            return default, f"choose returned {index!r}: expected an index below {len(candidates)}"
+        if not candidates[index].ready:
+            return default, f"candidate {index} has no result"
+        return index, ""
+
+    def __repr__(self) -> str:
+        return f"Speculate([{', '.join(map(repr, self.transforms))}])"
+
+
+def check_future(option: str, transform: Transform) -> None:
+    """What depends on later messages may only run as a candidate of a :class:`Speculate`.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    if transform.locality is Locality.FUTURE and not isinstance(transform, Speculate):
+        raise ConfigurationError(
+            f"{option}={transform!r}: its locality is 'future', so it may only run as a candidate: "
+            "Speculate([...], choose)"
+        )

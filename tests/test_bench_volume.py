@@ -1,0 +1,254 @@
+"""``smoothctx bench volume``: the figures, the cells, and going on after an interruption."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from smoothctx.bench import volume
+from smoothctx.bench.statistics import similarity, spearman, variation
+from smoothctx.bench.volume import QUICK, Settings, history, measure
+from smoothctx.bench.volume_figures import summary, table
+from smoothctx.economics import Speed
+from smoothctx.errors import ConfigurationError, EngineRefused, SmoothctxError
+from smoothctx.testing import FakeEngine, run_virtual, valid_request
+
+SOURCES = Path(volume.__file__).resolve().parent.parent
+SMALL = replace(QUICK, blocks=(400, 800), details=("concise", "detailed"), runs=2)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([1, 2, 3], [10, 20, 30], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 3, 4], [1, 3, 2, 4], 0.8),
+        ([1, 1, 2, 2], [1, 2, 3, 4], 2 / 5**0.5),
+        ([1, 1, 1], [1, 2, 3], None),
+        ([], [], None),
+        ([1], [1], None),
+    ],
+)
+def test_rank_correlation(left: list[float], right: list[float], expected: float | None) -> None:
+    """Known values, with ties; nothing where there is nothing to say."""
+    assert spearman(left, right) == (None if expected is None else pytest.approx(expected))
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=2, max_size=20))
+def test_rank_correlation_is_bounded_and_symmetric(pairs: list[tuple[int, int]]) -> None:
+    """Between -1 and 1, whichever side comes first, and blind to any rising scale."""
+    left, right = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    found = spearman(left, right)
+    if found is not None:
+        assert -1.000001 <= found <= 1.000001
+        assert spearman(right, left) == pytest.approx(found)
+        assert spearman([x**3 for x in left], right) == pytest.approx(found)
+
+
+def test_spread_and_similarity() -> None:
+    """Known values."""
+    assert variation([2, 2, 2]) == 0 and variation([1, 3]) == pytest.approx(2**0.5 / 2)
+    assert variation([5]) is None and variation([0, 0]) is None
+    assert similarity(["a b", "a b"]) == pytest.approx(1) and similarity(["a b", "c d"]) == 0
+    assert similarity(["a b", "b c"]) == pytest.approx(0.5) and similarity(["alone"]) is None
+
+
+# -- cells ---------------------------------------------------------------------------------------------------------
+
+
+def engine(**options: Any) -> FakeEngine:
+    """Writes more when it is asked for more."""
+
+    def answer(messages: list[dict[str, Any]]) -> str:
+        text = str(messages[-1]["content"])
+        return "words " * (200 if "TARGET_BLOCK" not in text else 30 if "Step by step" in text else 10)
+
+    return FakeEngine(answer, strict=True, **{"speed": Speed(100_000.0, 100.0), **options})
+
+
+def run_cells(settings: Settings, cells: dict[str, dict[str, Any]], **options: Any) -> FakeEngine:
+    """Measure on a fake engine in virtual time."""
+    used: list[FakeEngine] = []
+
+    async def run() -> None:
+        used.append(engine(**options))
+        messages = await history(SOURCES, settings.tokens)
+        loop = asyncio.get_running_loop()
+        await measure(
+            used[0], messages, settings, cells, done=lambda: None, say=lambda line: None, clock=lambda: loop.time()
+        )
+
+    run_virtual(run)
+    return used[0]
+
+
+def test_each_cell_is_measured_once() -> None:
+    """Every block size, detail and run, as blocks and as one summary; all requests are valid."""
+    cells: dict[str, dict[str, Any]] = {}
+    used = run_cells(SMALL, cells)
+    assert len(cells) == 2 * 2 * 2 * 2 and all(c["error"] is None for c in cells.values())
+    assert all(valid_request(c.messages) == [] for c in used.calls)
+    assert all(c["blocks"] == (1 if c["kind"] == "sequential" else c["calls"]) for c in cells.values())
+    few, many = cells["800/concise/0"], cells["400/concise/0"]
+    assert many["blocks"] > few["blocks"] > 1 and many["output_tokens"] > few["output_tokens"]
+    for name, cell in cells.items():
+        if cell["kind"] == "sequential":
+            assert cell["output_tokens"] == cells[name.removeprefix("sequential/")]["output_tokens"], "matched volume"
+
+
+def test_the_figures() -> None:
+    """Volume follows blocks and detail, nothing is ended by the cap, and side by side is faster."""
+    cells: dict[str, dict[str, Any]] = {}
+    run_cells(SMALL, cells)
+    figures = summary(cells, SMALL.blocks, SMALL.details)
+    assert figures["ended_by_cap"] == 0 and figures["failed"] == 0 and len(figures["rows"]) == 4
+    assert set(figures["spearman_blocks"]) == {"concise", "detailed"}
+    assert all(v == pytest.approx(1) for v in figures["spearman_blocks"].values())
+    assert all(v == pytest.approx(1) for v in figures["spearman_detail"].values())
+    assert all(
+        r["speedup"] > 1 and r["variation"] == 0 and r["similarity"] == pytest.approx(1) for r in figures["rows"]
+    )
+    assert "Spearman of tokens with detail" in table(figures)
+
+
+def test_where_prefill_decides_blocks_are_slower() -> None:
+    """Each block is read once more than by one summary: for short answers on a slow prefill that is the longer way."""
+    cells: dict[str, dict[str, Any]] = {}
+    run_cells(SMALL, cells, speed=Speed(1000.0, 1000.0))
+    assert all(r["speedup"] < 1 for r in summary(cells, SMALL.blocks, SMALL.details)["rows"])
+
+
+def test_what_is_there_is_not_measured_again() -> None:
+    """A run goes on behind the last cell."""
+    cells: dict[str, dict[str, Any]] = {}
+    run_cells(SMALL, cells)
+    kept = {k: c for k, c in list(cells.items())[:-3]}
+    used = run_cells(SMALL, kept)
+    assert list(kept) == list(cells)
+    assert sum(c.max_tokens == 1 for c in used.calls) == 3, "one prefill for each of the missing cells"
+
+
+def test_what_ends_at_the_cap_is_counted() -> None:
+    """It is not asked for again: the volume is what came."""
+    cells: dict[str, dict[str, Any]] = {}
+    settings = replace(SMALL, max_tokens=20, runs=1)
+    run_cells(settings, cells)
+    figures = summary(cells, settings.blocks, settings.details)
+    assert figures["failed"] == 0 and figures["ended_by_cap"] == 0.5, "the detailed ones"
+    assert all(c["calls"] == c["blocks"] for c in cells.values())
+
+
+def test_a_model_that_cannot_do_it_is_a_figure() -> None:
+    """A cell without one usable summary has failed; the others are measured, and it has no sequential one."""
+    cells: dict[str, dict[str, Any]] = {}
+
+    async def run() -> None:
+        used = FakeEngine(lambda sent: "" if "Step by step" in str(sent[-1]["content"]) else "words " * 10)
+        messages = await history(SOURCES, SMALL.tokens)
+        await measure(used, messages, SMALL, cells, done=lambda: None, say=lambda line: None, clock=lambda: 1.0)
+
+    run_virtual(run)
+    figures = summary(cells, SMALL.blocks, SMALL.details)
+    assert figures["failed"] == 4 and len(figures["rows"]) == 2
+    assert {c["detail"] for c in cells.values() if c["error"]} == {"detailed"}
+    assert not any(c["kind"] == "sequential" and c["detail"] == "detailed" for c in cells.values())
+    assert "failed cells: 4" in table(figures)
+
+
+async def test_too_little_to_read_is_an_error(tmp_path: Path) -> None:
+    """It names the folder."""
+    (tmp_path / "a.md").write_text("short", encoding="utf-8")
+    with pytest.raises(SmoothctxError, match="not enough readable text"):
+        await history(tmp_path, 4000)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    """The options of a command line."""
+    parser = argparse.ArgumentParser()
+    volume.add_parser(parser.add_subparsers())
+    return parser.parse_args(["volume", *arguments])
+
+
+def test_the_command_writes_its_cells_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that breaks in the middle leaves what was measured; the next run measures the rest."""
+    file = tmp_path / "figures.json"
+    made: list[FakeEngine] = []
+
+    class Fast(FakeEngine):
+        async def aclose(self) -> None:
+            await super().aclose()
+
+    def fake(*_: Any, **__: Any) -> FakeEngine:
+        made.append(Fast("words " * 10, speed=Speed(float("inf"), float("inf"))))
+        return made[-1]
+
+    monkeypatch.setattr(volume, "OpenAIEngine", fake)
+    options = parse("--url", "http://x/v1", "--name", "m", "--quick", "--json", str(file))
+    real, count = volume._timed, 0
+
+    async def breaks(*arguments: Any) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return await real(*arguments)
+
+    monkeypatch.setattr(volume, "_timed", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        options.run(options)
+    assert len(json.loads(file.read_text())["cells"]) == 3 and made[0]._closed
+    assert options.run(options) == 0
+    data = json.loads(file.read_text())
+    assert len(data["cells"]) == 8 and count == 4 + 5 and data["figures"]["failed"] == 0
+    assert "3 cells are there already" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="another measurement"):
+        other = parse("--url", "http://x/v1", "--name", "m", "--quick", "--runs", "2", "--json", str(file))
+        other.run(other)
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="not a file of this benchmark"):
+        options.run(options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--url", "http://x/v1"], "--name"),
+        (["--runs", "0"], "--runs 0"),
+        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--temperature", "9"], "--temperature 9"),
+        (["--path", "/nowhere/at/all"], "--path /nowhere/at/all"),
+        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], named: str) -> None:
+    """Before anything is started."""
+    options = parse(*arguments)
+    with pytest.raises(ConfigurationError, match=named):
+        options.run(options)
+
+
+def test_a_server_that_refuses_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill before the first cell already says so."""
+
+    def refusing(*_: Any, **__: Any) -> FakeEngine:
+        return FakeEngine("x", context_window=100, speed=Speed(float("inf"), float("inf")))
+
+    monkeypatch.setattr(volume, "OpenAIEngine", refusing)
+    options = parse("--url", "http://x/v1", "--name", "m", "--quick")
+    with pytest.raises(EngineRefused, match="context window"):
+        options.run(options)
