@@ -60,7 +60,7 @@ class Boundary:
         conversation, policy = self._conversation, self._conversation.policy
         change: Change | None = self._following.sync(messages)  # while we waited it may have been edited
         if waited is None:
-            self._begin(messages)
+            self._begin(messages, change)
         else:
             change = None
         branch = conversation.branch
@@ -181,7 +181,7 @@ class Boundary:
         conversation = self._conversation
         if handle.explicit:
             return
-        if conversation.pace.crowded and conversation.policy.lag is None:
+        if conversation.pace.crowded:
             conversation.emit("commit.crowded", handle=handle.id, turns=conversation.pace.since_commit)
         conversation.pace.committed()
 
@@ -195,7 +195,7 @@ class Boundary:
             self._commit_ready(messages, at_limit=False)
             self._trigger.consider(messages, None, resting=True)
 
-    def _begin(self, messages: Sequence[Any]) -> None:
+    def _begin(self, messages: Sequence[Any], change: Change | None) -> None:
         """What is done once per turn, before anything is decided."""
         conversation, branch = self._conversation, self._conversation.branch
         conversation.pace.begin()
@@ -208,6 +208,31 @@ class Boundary:
         known, self._known = min(self._known, len(branch.history)), len(branch.history)
         self._grown += shown_tokens(branch.history, branch.edits, known)
         conversation.forecast.boundary(conversation.runtime.now(), self._grown)
+        if self._shelf.arrived:
+            self._take_prepared(messages, change)
+
+    def _take_prepared(self, messages: Sequence[Any], change: Change | None) -> None:
+        """What an earlier process had ready is this one's lookahead: of those that fit, what reaches furthest."""
+        shelf, branch, transform = self._shelf, self._conversation.branch, self._conversation.policy.transform
+        if self._lane is not None:  # it finds its blocks on the shelf
+            shelf.arrived.clear()
+            self._trigger.consider(messages, change)
+            return
+        if self._handles.lookahead is not None:
+            return
+        done = max((a.artifact.replacement.end for a in branch.applied), default=0)
+        for key in sorted(shelf.arrived, key=lambda k: -shelf.prepared[k].end):
+            run, artifact = shelf.prepared[key], shelf.artifacts.get(key)
+            if artifact is None or run.end <= done or branch.refusal(artifact) is not None:
+                continue
+            if self._launcher.key(transform, run) != key:  # another transform's, or of another history
+                continue
+            if any(e.start < b < e.end for e in branch.edits for b in (run.start, run.end)):
+                continue
+            shelf.arrived.clear()
+            self._handles.live = self._trigger.launch(messages, transform, run, explicit=False, preload_kv=None)
+            self._outgrown = True  # a longer one would be next turn's: this one goes in if it pays
+            return
 
     def _commit_ready(
         self, messages: Sequence[Any], *, at_limit: bool, how: str = "ready", waited: float = 0.0
@@ -250,8 +275,9 @@ class Boundary:
         weighed = branch.weigh(artifact, messages)
         size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
         pays = artifact.warm or weighed.saved >= weighed.rebilled  # promise 9: the others wait
-        recut = policy.reached(*size) and not artifact.warm and self._recut_helps(handle, pays=pays)
-        if recut or policy.over(policy.hard_limit, *size):
+        if self._recut_helps(handle, pays=pays, high=policy.reached(*size)) or policy.over(policy.hard_limit, *size):
+            if not pays:
+                self._trigger.in_vain()
             self._outgrown = True
             self._handles.drop(handle, Reason.SUPERSEDED)  # the tail outgrew it: the next run covers more
             return False
@@ -293,17 +319,17 @@ class Boundary:
                 self._handles.drop(handle, Reason.UNPROFITABLE)
         return False
 
-    def _recut_helps(self, handle: LookaheadHandle, *, pays: bool) -> bool:
-        """Is a new run worth more than this result, which leaves the view above the trigger? Once in a row at most:
-        where the tail outgrows every run, a late result is better than none. One that does not pay never will, though,
-        and nothing else is started while it waits: it makes way again as soon as a longer run pays."""
-        artifact = handle.flight.artifact
-        if artifact is None or (pays and self._outgrown):
+    def _recut_helps(self, handle: LookaheadHandle, *, pays: bool, high: bool) -> bool:
+        """Is a new run worth more than this result? One that leaves the view above the trigger (``high``) makes way,
+        once in a row at most: where the tail outgrows every run, a late result is better than none. One that does not
+        pay never will, though, and nothing else is started meanwhile: as soon as a longer run pays it makes way."""
+        artifact = handle.artifact
+        if artifact is None or artifact.warm or (pays and (self._outgrown or not high)):
             return False
         run = self._trigger.plan(handle.transform, self._conversation.branch.history.tokens[-1])
         if run is None or run.end <= handle.run.end:
             return False
-        return not self._outgrown or self._trigger.pays(run, artifact.tokens)
+        return (high and not self._outgrown) or self._trigger.pays(run, artifact.tokens)
 
     def _fall_back(self, messages: Sequence[Any], waited: float) -> None:
         """Drop whole oldest segments until ``land_at``: behind what is already rewritten, else everything old."""

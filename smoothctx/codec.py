@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .codec_values import ToolCall as ToolCall, arguments_text, canonical, encode, opaque, structure
-from .errors import MessageError
+from .errors import ConfigurationError, MessageError
 from .openai_parts import KNOWN, THINKING, content_tokens, part_text, read_call, tool_use_tokens, visible_field
 from .tokens import MESSAGE_TOKENS, count_text
 
@@ -125,6 +125,18 @@ class SeveralResults(Protocol):
     def joined(self, message: Any, parts: Sequence[Any]) -> Any:
         """The same message holding these parts in place of its own: as many, in the order of :meth:`results`."""
         ...
+
+
+def check_codec(codec: Any) -> None:
+    """What can be said of a codec before it is used.
+
+    Raises:
+        ConfigurationError: it is a class and no instance of it, or lacks a method.
+    """
+    if isinstance(codec, type):
+        raise ConfigurationError(f"codec: expected an instance, got the class {codec.__name__}: {codec.__name__}()")
+    if not all(callable(getattr(codec, m, None)) for m in ("check", "role", "visible", "freeze", "same", "summary")):
+        raise ConfigurationError(f"codec={codec!r}: expected a Codec, such as OpenAIMessages()")
 
 
 def results_of(codec: Codec, message: Any) -> Sequence[Any]:

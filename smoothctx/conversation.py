@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import numbers
 from collections import deque
 from typing import TYPE_CHECKING, Any, final
 
@@ -39,14 +42,33 @@ class Conversation:
         self.policy = policy
         self.codec = codec
         #: the history and what replaces it now; another one where the caller took the view for its history
-        self.branch = Branch(codec, policy.token_counter)
+        self.counter = None if policy.token_counter is None else self._count
+        self.branch = Branch(codec, self.counter)
         self.forecast = Forecast()
-        self.pace = Pace()
+        self.pace = Pace(spaced=policy.spaced)
         self.outcomes = Outcomes()
         #: what the agent's engine has shown of itself
         self.rates = rates
         self.receipts: deque[Receipt] = deque(maxlen=MAX_RECEIPTS)
         self._said: dict[str, str] = {}  # by the event's name
+        self._counter_failed = False
+
+    def _count(self, messages: list[Any]) -> int:
+        """By the caller's counter; where that fails, the codec's estimate (which errs high), with one event."""
+        counter = self.policy.token_counter
+        try:
+            counted: object = counter(messages) if counter is not None else None
+            if inspect.iscoroutine(counted):
+                counted.close()
+            size = float(counted) if isinstance(counted, numbers.Real) and not isinstance(counted, bool) else math.nan
+            if not 0 <= size < math.inf:
+                raise TypeError(f"token_counter returned {counted!r}: expected a number of tokens")
+            return math.ceil(size)
+        except Exception as error:
+            if not self._counter_failed:
+                self._counter_failed = True
+                self.error(error, "token_counter")
+            return sum(map(self.codec.estimate, messages))
 
     def due(self) -> float | None:
         """When the hard limit is expected, on the runtime's clock; ``None`` while unknown."""

@@ -8,6 +8,7 @@ from typing import Any, final
 from .archive import Archive
 from .branch import Branch
 from .conversation import Conversation
+from .handle import LookaheadHandle
 from .handles import Handles
 from .history import Change
 from .policy import Immediate, Salvage
@@ -37,6 +38,10 @@ class Following:
             self._rebase(messages)
         branch = conversation.branch  # after a rebase it is another one
         change, lost = branch.sync(messages, tail_only=tail_only)
+        if branch is not before:  # what was rewritten is no run of these messages any more; what came behind it stays
+            for handle in self._handles.all():
+                if not _still_there(handle, branch):
+                    self._handles.drop(handle, Reason.SUPERSEDED)
         known = change.common if branch is before or base is None else len(base)
         conversation.pace.replied(turns_behind(branch.history, known))
         if change.error is not None:
@@ -83,10 +88,7 @@ class Following:
         discard = conversation.policy.discard
         before = branch.tokens
         for handle in self._handles.all():
-            r = handle.flight.plan
-            if Replacement(
-                start=r.start, end=r.end, start_digest=r.start_digest, end_digest=r.end_digest, edits=()
-            ).valid(branch.history):
+            if _still_there(handle, branch):
                 continue
             if isinstance(discard, Immediate | Salvage) or handle.state not in WORKING:
                 self._handles.drop(handle, Reason.BRANCH_DIVERGED)
@@ -110,8 +112,13 @@ class Following:
             return
         self._archive.keep()
         self._base = None
-        old, conversation.branch = conversation.branch, Branch(conversation.codec, conversation.policy.token_counter)
+        old, conversation.branch = conversation.branch, Branch(conversation.codec, conversation.counter)
         conversation.branch.inherit(old, len(base))
-        for handle in self._handles.all():
-            self._handles.drop(handle, Reason.SUPERSEDED)
         conversation.emit("view.rebased", messages=len(base))
+
+
+def _still_there(handle: LookaheadHandle, branch: Branch) -> bool:
+    """Does this branch hold exactly what the handle's result is made from?"""
+    r = handle.flight.plan
+    made = Replacement(start=r.start, end=r.end, start_digest=r.start_digest, end_digest=r.end_digest, edits=())
+    return made.valid(branch.history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from .conversation import Conversation
@@ -23,7 +24,14 @@ class Handles:
     ``lane`` holds those of blocks, where the policy's transform works in blocks.
     """
 
-    def __init__(self, conversation: Conversation, serving: Serving, lane: Lane | None) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        serving: Serving,
+        lane: Lane | None,
+        dropped: Callable[[LookaheadHandle, Reason], None],
+    ) -> None:
+        self._dropped = dropped
         self._conversation = conversation
         self._serving = serving
         self._lane = lane
@@ -66,6 +74,7 @@ class Handles:
             self._conversation.emit("lookahead.discarded", handle=handle.id, reason=str(reason))
             self._serving.discarded(*handle.flight.keys)
             self._conversation.runtime.flights.leave(handle.flight, handle, reason)
+            self._dropped(handle, reason)
         self._forget(handle)
 
     def committed(self, handle: LookaheadHandle, receipt: Receipt | None, *, how: str, saved: int) -> None:

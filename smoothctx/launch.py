@@ -64,6 +64,7 @@ class Launcher:
         self._serving = serving
         self._archive = archive
         self._index: list[str] = []
+        self._index_known = False  # it has been read: what is written of it from now on loses nothing
 
     # -- building work -------------------------------------------------------------------------------------------
 
@@ -125,6 +126,17 @@ class Launcher:
         history = self._session.branch.history
         return Run(history.segmenter.lead, len(history), frozenset())
 
+    def key(self, transform: Transform, run: Run) -> str:
+        """Names the artifact that this transform makes of this run of the present history."""
+        chain = self._session.branch.history.chain
+        parts = [
+            transform.fingerprint or self._runtime.private_id(transform),
+            str(run.start),
+            chain[run.start].hex(),
+            chain[run.end].hex(),
+        ]
+        return fingerprint("artifact", {"parts": parts, "kept": sorted(run.kept)})
+
     def launch(
         self,
         messages: Sequence[Any],
@@ -143,17 +155,8 @@ class Launcher:
         ``readable`` are the edits with which it is read, by default those of the view.
         """
         session, runtime = self._session, self._runtime
-        branch = session.branch
-        history = branch.history
         opening = isinstance(transform, Isolate)
-        print_ = transform.fingerprint
-        parts = [
-            print_ or self._runtime.private_id(transform),
-            str(run.start),
-            history.chain[run.start].hex(),
-            history.chain[run.end].hex(),
-        ]
-        key = fingerprint("artifact", {"parts": parts, "kept": sorted(run.kept)})
+        key = self.key(transform, run)
         flight = runtime.flights.find(session.tenant, key)
         held = session.held(key)
         if held is not None:  # made earlier, for this very prefix: nothing to do again
@@ -311,6 +314,12 @@ class Launcher:
         members = getattr(transform, "transforms", (transform,))
         return next((m for m in members if isinstance(m, Offload)), None)
 
+    @property
+    def keeps_content(self) -> bool:
+        """Is what is offloaded kept in a store that the caller gave, rather than in this process's memory?"""
+        own = self.offload()
+        return self._runtime.shares_artifacts or (own is not None and own.store is not None)
+
     async def page(self, pages: list[str], id: str, offset: int, limit: int) -> None:
         """Add a page of what was offloaded to ``pages``, unless the store takes too long."""
         with anyio.move_on_after(RETRIEVE_WAIT):
@@ -377,17 +386,20 @@ class Launcher:
     async def _load_index(self) -> None:
         session, store = self._session, self._runtime.store
         data = await store.get(session.tenant, f"index/{session.id}")
+        self._index_known = True
         if data is None:
             return
-        keys = [k for k in json.loads(data) if isinstance(k, str)][-INDEX_SIZE:]
-        for key in keys:
+        entries = json.loads(data)
+        keys = [k for k in entries if isinstance(k, str)][-INDEX_SIZE:]
+        ready = dict(filter(None, map(_prepared, entries)))
+        self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
+        for key in [*reversed(ready), *reversed(keys)]:  # the latest reach furthest: first, in case time runs out
             found = await store.get(session.tenant, f"artifact/{key}")
             if found is not None:
                 try:
-                    session.adopt(load_artifact(session.codec, found))
+                    session.adopt(load_artifact(session.codec, found), ready.get(key))
                 except StoreError as error:
                     self._store_error(error)
-        self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
 
     def save(self, artifact: Artifact) -> None:
         """Keep an artifact for other processes, in the background."""
@@ -405,9 +417,19 @@ class Launcher:
         """Name a committed artifact in the session's index, so that another process finds it."""
         if not artifact.durable:
             return
-        session = self._session
         self._index = [*(k for k in self._index if k != artifact.key), artifact.key][-INDEX_SIZE:]
-        self._runtime.write(session.tenant, f"index/{session.id}", json.dumps(self._index).encode())
+        self._write_index()
+
+    def tell(self) -> None:
+        """Name what is ready and not committed in the session's index, so that another process may commit it."""
+        if self._runtime.shares_artifacts and self._index_known:
+            self._write_index()
+
+    def _write_index(self) -> None:
+        """Keys of what is committed, and of what is ready to be: those with start, end and what is kept inside."""
+        session = self._session
+        ready = [[key, run.start, run.end, sorted(run.kept)] for key, run in session.prepared.items()]
+        self._runtime.write(session.tenant, f"index/{session.id}", json.dumps([*ready, *self._index]).encode())
 
     def _store_error(self, error: Exception) -> None:
         session = self._session
@@ -430,3 +452,11 @@ class Launcher:
             handle.wait_result_sync(patience)
         except TimeoutError:
             handle.waited_out = True
+
+
+def _prepared(entry: Any) -> tuple[str, Run] | None:
+    """What an index says of a result that was ready; ``None`` for anything else in it."""
+    match entry:
+        case [str(key), int(start), int(end), [*kept]] if 0 <= start < end and all(isinstance(i, int) for i in kept):
+            return key, Run(start, end, frozenset(kept))
+    return None

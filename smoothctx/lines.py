@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from .errors import ConfigurationError, MessageError, PolicyConflict
+from .codec import check_codec
+from .errors import ClosedError, ConfigurationError, MessageError, PolicyConflict
 from .states import Reason
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Lines:
     Thread-safe; no call waits for anything.
 
     Raises:
-        ConfigurationError: ``max_lines`` is not a number of at least 1.
+        ConfigurationError: ``max_lines`` is not a number of at least 1, or ``codec`` is none.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Lines:
     ) -> None:
         if isinstance(max_lines, bool) or not isinstance(max_lines, int) or max_lines < 1:
             raise ConfigurationError(f"max_lines={max_lines!r}: expected a whole number of at least 1")
+        if codec is not None:
+            check_codec(codec)
         self._runtime = runtime
         self._options = {"policy": policy, "codec": codec, "engine": engine, "request": request}
         self._tenant = tenant
@@ -91,11 +94,12 @@ class Lines:
             parent: the session whose sub-agent this is.
 
         Raises:
-            ClosedError: the runtime is not open.
+            ClosedError: the runtime is not open, or no session could be had (the event ``error`` says why): the turn
+                goes on with the messages that it has.
             MessageError: ``messages`` is not a list. A malformed message in it is nobody's business here.
         """
         with self._lock:
-            return self._line(bucket, messages, owner, tenant or self._tenant, parent).session
+            return self._line_of(bucket, messages, owner, tenant or self._tenant, parent).session
 
     @contextmanager
     def using(
@@ -109,7 +113,7 @@ class Lines:
     ) -> Iterator[Session]:
         """:meth:`find`, for the length of a turn: until it ends nobody else takes the session to another branch."""
         with self._lock:
-            line = self._line(bucket, messages, owner, tenant or self._tenant, parent)
+            line = self._line_of(bucket, messages, owner, tenant or self._tenant, parent)
             line.users += 1
         try:
             yield line.session
@@ -129,6 +133,15 @@ class Lines:
         with self._lock:
             lines = self._buckets.get((tenant or self._tenant, bucket))
             return [line.session for line in (lines or {}).values() if not line.session.closed]
+
+    def _line_of(self, bucket: str, messages: Sequence[Any], owner: str, tenant: str, parent: Session | None) -> _Line:
+        try:
+            return self._line(bucket, messages, owner, tenant, parent)
+        except (ClosedError, MessageError):
+            raise
+        except Exception as error:  # nothing of ours stops a turn
+            self._runtime.events.error(error, where="lines", tenant=str(tenant))
+            raise ClosedError(f"no session for {bucket!r}: {type(error).__name__}: {error}") from error
 
     def _line(self, bucket: str, messages: Sequence[Any], owner: str, tenant: str, parent: Session | None) -> _Line:
         if not isinstance(messages, list | tuple):
@@ -170,7 +183,8 @@ class Lines:
                 session = self._runtime.session(name, tenant=tenant, parent=parent, **self._options)
             except PolicyConflict:
                 continue  # another policy's conversation of this name
-            if session.recognises(messages)[0]:
+            # One that holds nothing is taken as it is: nothing is known of it that these messages could contradict.
+            if not len(session.branch.history) or session.recognises(messages)[0]:
                 return session
         raise AssertionError("there is always another name")
 

@@ -11,11 +11,15 @@ CROWDED_TURNS = 3
 
 
 class Pace:
-    """Counts one session's turns. Changed under the session's lock only."""
+    """Counts one session's turns. Changed under the session's lock only.
 
-    __slots__ = ("_boundaries", "_cold", "_committed", "_replies")
+    ``spaced``: commits keep a distance of some turns.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_boundaries", "_cold", "_committed", "_replies", "_spaced")
+
+    def __init__(self, *, spaced: bool = True) -> None:
+        self._spaced = spaced
         self._boundaries = 0
         self._replies = 0
         self._committed: tuple[int, int] | None = None
@@ -50,7 +54,7 @@ class Pace:
     def crowded(self) -> bool:
         """Was the last commit so few turns ago that another one should wait? (Those of one turn are one commit.)"""
         since = self.since_commit
-        return since is not None and 0 < since < CROWDED_TURNS
+        return self._spaced and since is not None and 0 < since < CROWDED_TURNS
 
     def committed_within(self, turns: int) -> bool:
         """Was there a commit within the last ``turns`` turns?"""

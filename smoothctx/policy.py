@@ -194,6 +194,12 @@ class Policy:
         return self.commit.k if isinstance(self.commit, KStepOff) else None
 
     @property
+    def spaced(self) -> bool:
+        """Do commits keep a distance of some turns? Sizes in messages say themselves how far apart they are, and so
+        does ``KStepOff``."""
+        return self.lag is None and not any(kind == "messages" for kind, _ in (*self.triggers, self.land_at))
+
+    @property
     def least_savings(self) -> float:
         """The fraction of the view that a result must save. ``KStepOff`` goes by small steps."""
         return self.min_savings if self.lag is None else 0.0

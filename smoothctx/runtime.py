@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from .codec import Codec, OpenAIMessages
+from .codec import Codec, OpenAIMessages, check_codec
 from .endpoints import Endpoints
 from .errors import ClosedError, ConfigurationError, PolicyConflict
 from .events import Event, EventSink
@@ -28,7 +28,7 @@ from .policy import Policy
 from .pool import TaskPool, Work
 from .session import Session
 from .states import Reason
-from .store import Store
+from .store import Store, check_store
 from .stores import MemoryStore
 from .tally import Tally
 from .transforms.base import Transform
@@ -88,8 +88,8 @@ class Runtime:
                 raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least 1")
         if isinstance(session_ttl, bool) or not isinstance(session_ttl, int | float) or session_ttl <= 0:
             raise ConfigurationError(f"session_ttl={session_ttl!r}: expected seconds above 0")
-        if store is not None and not all(callable(getattr(store, m, None)) for m in ("get", "put", "delete")):
-            raise ConfigurationError(f"store={store!r}: expected a Store (async get, put, delete), or None")
+        if store is not None:
+            check_store(store)
         if clock is not None and not callable(clock):
             raise ConfigurationError(f"clock={clock!r}: expected a callable() -> seconds")
         if on_event is not None and not callable(on_event):
@@ -224,10 +224,8 @@ class Runtime:
             raise ConfigurationError(f"policy={policy!r}: expected a Policy")
         if not isinstance(tenant, str) or not tenant:
             raise ConfigurationError(f"tenant={tenant!r}: expected a string that is not empty")
-        if codec is not None and not all(
-            callable(getattr(codec, m, None)) for m in ("check", "role", "visible", "summary")
-        ):
-            raise ConfigurationError(f"codec={codec!r}: expected a Codec, such as OpenAIMessages()")
+        if codec is not None:
+            check_codec(codec)
         if parent is not None and not isinstance(parent, Session):
             raise ConfigurationError(f"parent={parent!r}: expected the Session whose sub-agent this is, or None")
         if request is not None and not isinstance(request, Mapping):

@@ -19,6 +19,7 @@ from .branch import Branch
 from .choice import choose
 from .codec import Codec, check_messages
 from .conversation import Conversation
+from .cuts import Run
 from .errors import ClosedError, ConfigurationError
 from .flight import Flight, dump_artifact, load_artifact
 from .follow import Following
@@ -36,7 +37,7 @@ from .serving import Serving
 from .shelf import BranchInfo, Shelf
 from .states import FINAL, WORKING, Reason
 from .transforms.base import Transform
-from .transforms.offload import PAGE
+from .transforms.offload import PAGE, has_stubs
 from .transforms.parallel import ParallelSummarize
 from .trigger import Trigger
 from .usage import Usage
@@ -44,6 +45,10 @@ from .view import Artifact
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+
+#: why a ready result may be dropped, and another process may commit it all the same
+LEFT_BEHIND = (Reason.SESSION_CLOSED, Reason.SHUTDOWN, Reason.EVICTED, Reason.BRANCH_DIVERGED)
 
 
 class ForegroundCall:
@@ -105,7 +110,7 @@ class Session:
             if isinstance(blocks, ParallelSummarize)
             else None
         )
-        self._handles = Handles(self._conversation, self._serving, self._lane)
+        self._handles = Handles(self._conversation, self._serving, self._lane, self._dropped)
         self._shelf = Shelf(self._conversation, self._lane)
         self._following = Following(self._conversation, self._handles, self._shelf, self._archive)
         self._trigger = Trigger(
@@ -355,10 +360,15 @@ class Session:
     def saved(self) -> list[str]:
         """What is committed in the view, as texts that another process can :meth:`restore` from. JSON, one each.
 
-        Left out is what may not leave the process: the work of a model without an identity, and fallbacks.
+        Left out is what may not leave the process: the work of a model without an identity, fallbacks, and stubs of
+        content that is only in this process's memory (without a store of the caller's).
         """
         with self._lock:
             shown = [a.artifact for a in self.branch.applied if a.artifact.durable]
+            if not self._launcher.keeps_content:
+                shown = [
+                    a for a in shown if not has_stubs(self.codec, [m for e in a.replacement.edits for m in e.messages])
+                ]
             return [dump_artifact(self.codec, artifact).decode() for artifact in shown]
 
     def restore(self, saved: Iterable[str]) -> None:
@@ -457,10 +467,21 @@ class Session:
         """An artifact of this key that an earlier lookahead left."""
         return self._shelf.artifacts.get(key)
 
-    def adopt(self, artifact: Artifact) -> None:
-        """Take over what another process committed: it applies where its digests match, from the next commit on."""
+    @property
+    def prepared(self) -> Mapping[str, Run]:
+        """Results that wait for their commit, by key, with their runs."""
+        return self._shelf.prepared
+
+    def adopt(self, artifact: Artifact, ready: Run | None = None) -> None:
+        """Take over what another process committed: it applies where its digests match, from the next commit on.
+        What it only had ``ready`` is this session's to commit, as if it had made it."""
         with self._lock:
-            self._shelf.adopt(artifact)
+            if self.closed:
+                return
+            if ready is None:
+                self._shelf.adopt(artifact)
+            else:
+                self._shelf.expect(artifact, ready)
 
     def ended(self, handle: LookaheadHandle, reason: Reason | None, error: Exception | None) -> None:
         """The flight is over. Called on the runtime's loop."""
@@ -471,6 +492,7 @@ class Session:
             if reason is None and flight.artifact is not None:
                 if not flight.plan.opening:  # which replaces nothing: nobody else could make anything of it
                     self._shelf.remember(flight.artifact)
+                    self._tell_of(handle, flight.artifact)
                 self._handles.ready(handle, flight)
                 if self._rest is not None:
                     self._rest.look()
@@ -478,6 +500,17 @@ class Session:
             if reason is Reason.NOT_SMALLER and self._lane is None:
                 self._trigger.not_smaller(handle)
             self._handles.failed(handle, reason or Reason.FAILED, error)
+
+    def _tell_of(self, handle: LookaheadHandle, artifact: Artifact) -> None:
+        """A result is ready: another process may commit it."""
+        if artifact.durable and not handle.explicit:
+            self._shelf.prepare(artifact.key, handle.run)
+            self._launcher.tell()
+
+    def _dropped(self, handle: LookaheadHandle, reason: Reason) -> None:
+        """A handle was dropped: no other process is to commit what this one would not."""
+        if reason not in LEFT_BEHIND and self._shelf.unprepare(handle.flight.plan.key):
+            self._launcher.tell()
 
     def working(self) -> bool:
         """Is any lookahead of this session under way or waiting to be committed?"""

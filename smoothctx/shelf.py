@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from .conversation import Conversation
+from .cuts import Run
 from .lane import Lane
 from .policy import Salvage
 from .states import Reason
@@ -15,6 +16,8 @@ from .view import Artifact
 
 #: artifacts held in memory per session, whatever their size
 MAX_ARTIFACTS = 64
+#: results that wait for their commit, of which a session's index in the store tells other processes
+MAX_PREPARED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,10 @@ class Shelf:
         self.committed: set[str] = set()
         #: something came from elsewhere since the last boundary
         self.restored = False
+        #: results that were ready and are not committed yet, with their runs: here, or in an earlier process
+        self.prepared: OrderedDict[str, Run] = OrderedDict()
+        #: keys of those that came from an earlier process and are no lookahead of this one yet
+        self.arrived: set[str] = set()
 
     def remember(self, artifact: Artifact) -> None:
         """Hold an artifact, as the one used last."""
@@ -54,9 +61,34 @@ class Shelf:
         self._trim()
 
     def commit(self, artifact: Artifact) -> None:
-        """It is in the view now."""
+        """It is in the view now. What was prepared for no more than it covers is not needed any more."""
         self.remember(artifact)
         self.committed.add(artifact.key)
+        end = artifact.replacement.end
+        for key in [k for k, run in self.prepared.items() if k == artifact.key or run.end <= end]:
+            self.unprepare(key)
+
+    def prepare(self, key: str, run: Run) -> None:
+        """A result is ready: if this process ends before its commit, another one may find it."""
+        self.prepared[key] = run
+        self.prepared.move_to_end(key)
+        while len(self.prepared) > MAX_PREPARED:
+            self.unprepare(next(iter(self.prepared)))
+
+    def unprepare(self, key: str) -> bool:
+        """It is not to be committed by another process (any more). Was it?"""
+        self.arrived.discard(key)
+        return self.prepared.pop(key, None) is not None
+
+    def expect(self, artifact: Artifact, run: Run) -> None:
+        """Take over what an earlier process had ready: it becomes a lookahead where its digests match."""
+        r = artifact.replacement
+        if artifact.key in self.committed or artifact.key in self.prepared or (r.start, r.end) != (run.start, run.end):
+            return
+        self.artifacts[artifact.key] = replace(artifact, created=self._conversation.runtime.now())
+        self.prepare(artifact.key, run)
+        self.arrived.add(artifact.key)
+        self._trim()
 
     def adopt(self, artifact: Artifact) -> None:
         """Take over what was committed elsewhere: it applies where its digests match, from the next boundary on."""
@@ -86,6 +118,8 @@ class Shelf:
     def clear(self) -> None:
         """Let go of everything."""
         self.artifacts.clear()
+        self.prepared.clear()
+        self.arrived.clear()
 
     def salvage(self, messages: Sequence[Any], before: int, beyond: int = -1) -> None:
         """Apply earlier commits that hold on this branch and end behind ``beyond``; what reaches furthest goes first.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from typing import Any, Protocol
+
+from .errors import ConfigurationError
 
 
 class Store(Protocol):
@@ -26,3 +29,25 @@ class Store(Protocol):
     async def aclose(self) -> None:
         """Release what the store holds."""
         ...
+
+
+def check_store(store: Any) -> None:
+    """What can be said of a store before it is used.
+
+    Raises:
+        ConfigurationError: it lacks a method, or has one that is not asynchronous.
+    """
+    methods = {m: getattr(store, m, None) for m in ("get", "put", "delete")}
+    if isinstance(store, type) or not all(map(callable, methods.values())):
+        raise ConfigurationError(f"store={store!r}: expected a Store (async get, put, delete), or None")
+    plain = [
+        m
+        for m, method in methods.items()
+        if (inspect.isfunction(method) or inspect.ismethod(method))
+        and not inspect.iscoroutinefunction(inspect.unwrap(method))
+    ]
+    if plain:
+        raise ConfigurationError(
+            f"store={store!r}: {', '.join(plain)}: expected 'async def' (see smoothctx.store.Store); "
+            "a framework's own store needs its adapter, such as smoothctx_langgraph.GraphStore(store)"
+        )

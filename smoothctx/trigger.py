@@ -23,6 +23,8 @@ from .turns import lagging
 
 #: a run that did not shrink is not tried again before it has grown by this factor
 BARREN_GROWTH = 1.25
+#: part of the hard limit from which on whatever can be prepared is
+NEAR = 0.85
 
 
 def keep_of(transform: Transform) -> Size:
@@ -64,6 +66,7 @@ class Trigger:
         self._lane = lane
         self._predicts = predicts
         self._barren: tuple[str | None, int] | None = None
+        self._in_vain = False  # a result has waited until it was too old, as its commit re-billed more than it saved
         self._spared = 0  # tokens of the last run whose result was not worth a commit
 
     def consider(
@@ -113,6 +116,9 @@ class Trigger:
         if run is None or nothing or barren or too_little:
             why = "nothing before the kept tail" if nothing else "too little to save"
             conversation.say("nothing_to_rewrite", "", why=why)
+            return None
+        if not due and not resting and self._too_early(run, expected):
+            conversation.say("nothing_to_rewrite", "", why="it would save less than what stands behind it costs")
             return None
         spared = source < self._spared * BARREN_GROWTH
         if not due and (spared or not verdict.worth_starting(conversation, source=source, expected=expected)):
@@ -173,6 +179,18 @@ class Trigger:
         behind = shown_tokens(branch.history, branch.edits, run.end) + growth
         return source_tokens(branch.history, branch.edits, run) - expected > behind
 
+    def _too_early(self, run: Run, expected: int) -> bool:
+        """Would the result only wait, as an earlier one did, since its commit re-bills more than it saves (promise 9)?
+        A longer run will pay, a little later. Near the hard limit it is wanted all the same, and where it is preloaded
+        nothing is re-billed."""
+        branch, policy = self._conversation.branch, self._conversation.policy
+        if not self._in_vain or policy.lag is not None or policy.commit == "hard_limit" or self._serving.preloads(None):
+            return False
+        tokens, messages = branch.tokens + policy.reserved_tokens, branch.messages
+        if policy.over(policy.hard_limit, int(tokens / NEAR), int(messages / NEAR)):
+            return False
+        return not self.pays(run, expected)
+
     def launch(
         self, messages: Sequence[Any], transform: Transform, run: Run, *, explicit: bool, preload_kv: bool | None
     ) -> LookaheadHandle:
@@ -189,6 +207,10 @@ class Trigger:
     def unprofitable(self, handle: LookaheadHandle) -> None:
         """Its commit does not pay: nothing is tried again before there is more to rewrite, or the limit is reached."""
         self._spared = handle.flight.plan.source_tokens
+
+    def in_vain(self) -> None:
+        """A result made way for a longer one without ever having been worth its commit."""
+        self._in_vain = True
 
     def _covered(self) -> int:
         """Messages that the last summary in the view stands for."""

@@ -43,6 +43,7 @@ from smoothctx import (
     MemoryStore,
     MessageError,
     Offload,
+    OpenAIMessages,
     Policy,
     Reason,
     Runtime,
@@ -50,6 +51,19 @@ from smoothctx import (
     SmoothctxError,
     Summarize,
 )
+
+
+class _PlainStore:
+    """A store of another framework's making: its methods are not asynchronous."""
+
+    def get(self, tenant: str, key: str) -> None:
+        """Nothing."""
+
+    put = delete = get
+
+    def __repr__(self) -> str:
+        return "<plain store>"
+
 
 # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -255,6 +269,9 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Runtime(session_ttl=0), "session_ttl=0: expected seconds above 0"),
     (lambda: Runtime(on_event="log"), "on_event='log': expected a callable(Event)"),  # type: ignore[arg-type]
     (lambda: Runtime(store="redis://"), "store='redis://': expected a Store"),  # type: ignore[arg-type]
+    (lambda: Runtime(store=_PlainStore()), f"store={_PlainStore()!r}: get, put, delete: expected 'async def'"),  # type: ignore[arg-type]
+    (lambda: Runtime(store=MemoryStore), "store=<class"),  # type: ignore[arg-type]
+    (lambda: Offload(store=_PlainStore()), f"store={_PlainStore()!r}: get, put, delete: expected 'async def'"),  # type: ignore[arg-type]
     (lambda: Runtime(executor=5), "executor=5: expected an object with async execute(transform, request)"),  # type: ignore[arg-type]
     (lambda: Runtime(admission=5), "admission=5: expected an object with async decide(work)"),
     (lambda: Runtime(clock=5.0), "clock=5.0: expected a callable() -> seconds"),  # type: ignore[arg-type]
@@ -284,6 +301,7 @@ SESSION: list[tuple[dict[str, Any], str]] = [
     ({"session_id": 7}, "session_id=7: expected a string that is not empty"),
     ({"policy": None}, "policy=None: expected a Policy"),
     ({"tenant": ""}, "tenant='': expected a string that is not empty"),
+    ({"codec": OpenAIMessages}, "codec: expected an instance, got the class OpenAIMessages: OpenAIMessages()"),
     ({"codec": "openai"}, "codec='openai': expected a Codec, such as OpenAIMessages()"),
     ({"parent": "p"}, "parent='p': expected the Session whose sub-agent this is, or None"),
     ({"request": "tools"}, "request='tools': expected a mapping of request options, or None"),

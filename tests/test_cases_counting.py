@@ -6,6 +6,7 @@ from a session.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -223,14 +224,35 @@ async def test_a_counter_of_ones_own_is_what_counts_and_is_additive() -> None:
     assert asked
 
 
-@pytest.mark.parametrize("counter", [lambda m: 1 / 0, lambda m: None, lambda m: "many", lambda m: float("nan")])
+@pytest.mark.parametrize(
+    "counter",
+    [
+        lambda m: 1 / 0,
+        lambda m: None,
+        lambda m: "many",
+        lambda m: float("nan"),
+        lambda m: -1,
+        lambda m: True,
+        lambda m: asyncio.sleep(0),
+    ],
+)
 @virtual
 async def test_a_counter_that_fails_never_reaches_the_turn(counter: Any) -> None:
-    """It raises or returns nonsense: an error event, and the messages go out as they are."""
+    """It raises or returns nonsense: one error event, and the estimate counts instead, up to the hard limit."""
     events = Events()
     messages = chat(12, size=55)
     async with make_runtime(on_event=events) as runtime:
-        session = runtime.session("s", policy=make_policy(FakeSummarizer(), token_counter=counter))
+        session = runtime.session("s", policy=make_policy(FakeSummarizer("hang"), token_counter=counter, max_wait=1))
         assert await session.commit(messages) == messages
-        assert session.observe(messages) is None
-    assert events.of("error")
+        assert session.observe(messages) is not None
+        messages += chat(12, size=55, first=50, system=False)
+        view = await session.commit(messages)
+        assert len(view) < len(messages) and session.branch.fits(session.policy)
+    assert [e.data["where"] for e in events.of("error")] == ["token_counter"]
+
+
+@virtual
+async def test_a_counter_may_round() -> None:
+    """A fraction of a token counts as one."""
+    assert await starts(chat(12, size=5), token_counter=lambda m: 99.5 * len(m), window=2000)
+    assert not await starts(chat(12, size=5), token_counter=lambda m: 0.5 * len(m), window=2000)

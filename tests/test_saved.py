@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from helpers import (
     FlakyStore,
     H,
     Message,
+    S,
+    T,
     chat,
     make_policy,
     make_runtime,
@@ -25,7 +28,7 @@ from helpers import (
     summaries,
     virtual,
 )
-from smoothctx import KeepRecent, Runtime, Salvage, Session, StoreError
+from smoothctx import KeepRecent, Offload, Policy, Runtime, Salvage, Session, StoreError
 from smoothctx.codec import OpenAIMessages
 from smoothctx.flight import dump_artifact, load_artifact
 from smoothctx.shelf import MAX_ARTIFACTS
@@ -299,3 +302,59 @@ def test_work_joined_from_another_loop_has_an_end() -> None:
 
     asyncio.run(on_its_own_loop())
     assert ran.count("short") == 2
+
+
+@pytest.mark.parametrize("where", ["memory", "runtime", "offload"])
+@virtual
+async def test_stubs_are_saved_only_with_a_store_of_the_callers(where: str) -> None:
+    """Without one, what a stub stands for ends with the process: another one starts from the raw messages."""
+    messages: list[Message] = [S()]
+    for k in range(8):
+        messages += [
+            H(f"<{k}> question", size=20),
+            A("calling", f"c{k}"),
+            T(f"c{k}", f"result {k}", size=400),
+            A("done"),
+        ]
+    store = FlakyStore()
+
+    def policy() -> Policy:
+        own = Offload(min_tokens=100, store=store if where == "offload" else None)
+        return Policy(own, context_window=2500, land_at=("tokens", 1000), min_savings=0.1)
+
+    async with make_runtime(store=store if where == "runtime" else None) as runtime:
+        session = runtime.session("s", policy=policy())
+        for _ in range(2):
+            view = await session.commit(messages)
+            await settle(10)
+        assert session.receipts and sum("retrieve(id=" in m["content"] for m in view if m["content"]) > 3
+        saved = session.saved()
+        assert bool(saved) == (where != "memory")
+    async with make_runtime(store=store if where == "runtime" else None) as runtime:
+        session = runtime.session("later", policy=policy())
+        session.restore(saved)
+        view = await session.commit(messages)
+        ids = re.findall(r'retrieve\(id="([0-9a-f]+)"', json.dumps(view).replace("\\", ""))
+        assert ids and any(r.how == "salvaged" for r in session.receipts) == (where != "memory")
+        for content_id in ids:
+            assert "result" in await session.retrieve(content_id)
+
+
+@virtual
+async def test_a_summary_is_saved_whatever_the_store() -> None:
+    """Also one of results that were offloaded on entry: it stands for itself."""
+    messages = [
+        S(),
+        H("question"),
+        A("calling", "c"),
+        T("c", "result", size=900),
+        A("done"),
+        *chat(8, system=False, size=60),
+    ]
+    async with make_runtime() as runtime:
+        policy = make_policy(FakeSummarizer(), model_id="m", max_message_tokens=200, trigger=("tokens", 800))
+        session = runtime.session("s", policy=policy)
+        for _ in range(2):
+            view = await session.commit(messages)
+            await settle(10)
+        assert summaries(view) and len(session.saved()) == 1

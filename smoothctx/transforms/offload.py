@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..codec import Codec, results_of, with_results
 from ..errors import ConfigurationError, TransformError
-from ..store import Store
+from ..store import Store, check_store
 from ..tokens import count_text
 from .base import Locality, Rewrite, Size, TransformRequest, fingerprint
 from .facts import pin, pinned
@@ -95,8 +95,8 @@ class Offload:
             least = 1 if option == "min_tokens" else 0
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least {least}")
-        if store is not None and not all(callable(getattr(store, m, None)) for m in ("get", "put", "delete")):
-            raise ConfigurationError(f"store={store!r}: expected a Store (async get, put, delete), or None")
+        if store is not None:
+            check_store(store)
         if redact is not None and not callable(redact):
             raise ConfigurationError(f"redact={redact!r}: expected a callable (str) -> str, or None")
         self.min_tokens, self.keep_recent, self.preview_tokens = min_tokens, keep_recent, preview_tokens
@@ -267,6 +267,12 @@ def is_stub(text: str) -> bool:
     """Is this the text of a stub that we made?"""
     start = text.rfind("[offloaded: ")
     return start >= 0 and text.endswith("page by page]") and _STUB.match(text, start) is not None
+
+
+def has_stubs(codec: Codec, messages: Sequence[Any]) -> bool:
+    """Does any of these messages hold a stub in the place of a result?"""
+    results = (part for m in messages if codec.role(m) == "tool" for part in results_of(codec, m))
+    return any(is_stub(codec.text(part)) for part in results)
 
 
 def is_page(text: str) -> bool:

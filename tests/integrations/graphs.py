@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from pydantic import PrivateAttr
 
@@ -204,6 +208,30 @@ def model_node(chat: Chat, decorate: Callable[[Any], Any]) -> Any:
     return model
 
 
+@asynccontextmanager
+async def memory(folder: Path) -> AsyncIterator[Any]:
+    """LangGraph's checkpointer in memory."""
+    yield InMemorySaver()
+
+
+@asynccontextmanager
+async def sqlite(folder: Path) -> AsyncIterator[Any]:
+    """A real file."""
+    async with AsyncSqliteSaver.from_conn_string(str(folder / "checkpoints.db")) as saver:
+        yield saver
+
+
+#: each asynchronous checkpointer, opened over a folder
+SAVERS = {"memory": memory, "sqlite": sqlite}
+
+
+@contextmanager
+def sqlite_sync(folder: Path) -> Iterator[Any]:
+    """The synchronous SQLite checkpointer."""
+    with SqliteSaver.from_conn_string(str(folder / "checkpoints.db")) as opened:
+        yield opened
+
+
 class Process:
     """One process: a runtime and a graph of its own over a checkpointer that outlives it."""
 
@@ -268,6 +296,7 @@ class Gate:
 
 __all__ = [
     "HANG_S",
+    "SAVERS",
     "Calls",
     "Chat",
     "ChatSummarizer",
@@ -288,6 +317,7 @@ __all__ = [
     "model_node",
     "on",
     "policy_of",
+    "sqlite_sync",
     "summaries",
     "true_to",
 ]

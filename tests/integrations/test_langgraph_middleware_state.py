@@ -29,7 +29,7 @@ async def test_a_commit_rewrites_the_state() -> None:
         agent = agent_of(model, LookaheadStateMiddleware(runtime, policy_of()), checkpointer=InMemorySaver())
         state = await talk(agent, runtime, on("t"), range(12))
         held = state["messages"]
-        assert len(held) < 10 and is_summary(held[0]) and not any(isinstance(m, RemoveMessage) for m in held)
+        assert len(held) <= 12 and is_summary(held[0]) and not any(isinstance(m, RemoveMessage) for m in held)
         assert [m.content for m in held[:-1]] == [m.content for m in model.sent[-1]]
         assert marks(held) == set(range(24))
         assert len({m.id for m in held}) == len(held)
@@ -41,7 +41,7 @@ def test_a_commit_rewrites_the_state_of_a_synchronous_agent() -> None:
         model = talker()
         agent = agent_of(model, LookaheadStateMiddleware(runtime, policy_of()), checkpointer=InMemorySaver())
         state = talk_sync(agent, runtime, on("t"), range(12))
-        assert len(state["messages"]) < 10 and marks(state["messages"]) == set(range(24))
+        assert len(state["messages"]) <= 12 and marks(state["messages"]) == set(range(24))
         assert covered(model.sent[-1])
 
 

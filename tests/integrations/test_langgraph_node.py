@@ -323,22 +323,6 @@ async def test_state_without_messages_passes_through(runtime: Runtime) -> None:
     assert sorted(map(str, got)) == ["7", "a", "{'n': 1}"] and len(state["messages"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"runtime": None}, "runtime=None"),
-        ({"policy": "p"}, "policy='p'"),
-        ({"mode": "both"}, "mode='both': expected one of 'view', 'state'"),
-        ({"messages_key": ""}, "messages_key=''"),
-    ],
-)
-async def test_wrong_options_are_named(options: dict[str, Any], says: str, runtime: Runtime) -> None:
-    """Mistakes show at construction, in the caller's words."""
-    given = {"runtime": runtime, "policy": policy_of(), **options}
-    with pytest.raises(ConfigurationError, match=says):
-        lookahead_node(given.pop("runtime"), given.pop("policy"), **given)
-
-
 async def test_something_that_is_no_node_is_named(runtime: Runtime) -> None:
     """Only what can be called can be decorated."""
     with pytest.raises(ConfigurationError, match="expected a function"):

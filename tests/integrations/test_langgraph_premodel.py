@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,6 @@ from graphs import Events, ask, idle, idle_sync, marks, on, policy_of
 from helpers import FakeSummarizer
 from lg_agents import Talker, caller, covered, is_summary, talk, talk_sync, talker
 from smoothctx import Runtime
-from smoothctx.errors import ConfigurationError
 from smoothctx_langgraph.middleware_state import VIEW_KEY, ViewState, model_input
 from smoothctx_langgraph.premodel import premodel_node
 from smoothctx_langgraph.saved import SAVED_KEY
@@ -214,13 +212,3 @@ def test_a_sub_graph_may_have_one() -> None:
             graph.invoke({"messages": [ask(k)]}, on("t"))
             idle_sync(runtime)
         assert covered(model.sent[-1]) and marks(model.sent[-1]) == set(range(15))
-
-
-@pytest.mark.parametrize(("option", "value"), [("mode", "both"), ("name", ""), ("runtime", 1), ("policy", None)])
-def test_wrong_options_are_named(option: str, value: Any) -> None:
-    """A mistake is an error at construction, in the caller's words."""
-    make: Callable[..., Any] = premodel_node
-    with Runtime.in_thread() as runtime:
-        given: dict[str, Any] = {"runtime": runtime, "policy": policy_of(), option: value}
-        with pytest.raises(ConfigurationError, match=f"{option}="):
-            make(given.pop("runtime"), given.pop("policy"), **given)

@@ -16,19 +16,26 @@ from graphs import (
     Calls,
     Chat,
     ChatSummarizer,
+    SavedState,
     ask,
     chat_graph,
     idle,
     idle_sync,
     marks,
+    model_node,
     on,
     policy_of,
     summaries,
 )
 from helpers import fill
+from lg_agents import agent_of, talker
 from smoothctx import Runtime
+from smoothctx.codec import SUMMARY_TAG
+from smoothctx_langgraph.middleware import LookaheadMiddleware
+from smoothctx_langgraph.middleware_state import ViewState, model_input
 from smoothctx_langgraph.models import ChatModel
 from smoothctx_langgraph.node import lookahead_node
+from smoothctx_langgraph.premodel import premodel_node
 
 pytestmark = pytest.mark.langgraph
 
@@ -243,3 +250,43 @@ async def test_subgraph_streams() -> None:
             assert parts and not foreign([message for _, (message, _meta) in parts])
             await idle(runtime)
         assert summaries(chat.last)
+
+
+async def shown_by(graph: Any, runtime: Runtime, thread: str, **options: Any) -> set[str]:
+    """The stream modes in which a summary, or what we keep of it, was seen."""
+    found: set[str] = set()
+    modes = ["values", "updates", "messages", "custom", "tasks", "checkpoints", "debug"]
+    for k in TURNS:
+        async for mode, part in graph.astream({"messages": [ask(k)]}, on(thread), stream_mode=modes, **options):
+            if SUMMARY_TAG in repr(part):
+                found.add(mode)
+        await idle(runtime)
+    return found
+
+
+@pytest.mark.parametrize("form", ["node", "middleware", "pre-model node"])
+async def test_what_is_committed_shows_where_the_state_does(form: str) -> None:
+    """The private channel is state: in ``values`` and ``updates``, unless asked for the messages only; the tokens and
+    the result of a run have nothing of it."""
+    async with Runtime() as runtime:
+        decorate = lookahead_node(runtime, policy_of())
+        if form == "middleware":
+            graph = agent_of(talker(), LookaheadMiddleware(runtime, policy_of()), checkpointer=InMemorySaver())
+        elif form == "node":
+            graph = chat_graph(model_node(Chat(), decorate), state=SavedState, checkpointer=InMemorySaver())
+        else:
+            builder = StateGraph(Viewed, input_schema=MessagesState, output_schema=MessagesState)
+            builder.add_node("prepare", premodel_node(runtime, policy_of()))
+            builder.add_node("model", lambda state: {"messages": [talker().invoke(model_input(state))]})
+            builder.add_edge(START, "prepare")
+            builder.add_edge("prepare", "model")
+            graph = builder.compile(checkpointer=InMemorySaver())
+        assert await shown_by(graph, runtime, "all") == {"values", "updates", "tasks", "checkpoints", "debug"}
+        shown = await shown_by(graph, runtime, "messages", output_keys=["messages"])
+        assert shown == {"tasks", "checkpoints", "debug"}
+        state = await graph.ainvoke({"messages": [ask(9)]}, on("all"))
+        assert state.keys() == {"messages"} and SUMMARY_TAG not in repr(state)
+
+
+class Viewed(MessagesState, ViewState):
+    """The channels of a pre-model node."""

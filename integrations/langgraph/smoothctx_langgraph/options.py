@@ -84,7 +84,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    called = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004 (which)
+    return inspect.iscoroutinefunction(called)
 
 
 def _is_engine(engine: Any) -> bool:

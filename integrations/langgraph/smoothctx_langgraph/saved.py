@@ -14,7 +14,8 @@ Or only the node's own input: LangGraph adds the channel because the node's para
     @lookahead_node(runtime, policy)
     async def call_model(state: Input): ...
 
-As with every private channel of LangGraph, ``stream_mode="values"`` and ``get_state`` do show it.
+As with every private channel of LangGraph, ``get_state`` and the stream modes of the state do show it;
+``stream(..., output_keys=["messages"])`` keeps it out of ``values`` and ``updates``.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def lookahead_stock(
         options: any other option of :class:`smoothctx.Policy`; ``min_savings`` is 0.05 here.
 
     Raises:
-        ConfigurationError: see :class:`StockTransform`; a size that is missing and cannot be read off; or an option that
-            is wrong or unknown, naming it, its value and what is allowed.
+        ConfigurationError: see :class:`StockTransform`; a size that is missing and cannot be read off; or an option
+            that is wrong or unknown, naming it, its value and what is allowed.
     """
     check_mode(mode)
     unknown = [option for option in options if option not in _POLICY]

@@ -181,7 +181,7 @@ class Turns:
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             why = f"tenant={self._tenant!r} could not tell whose run this is ({said}): the model sees the messages as "
-            self.notices.once("turn.raw", f"tenant {said}"[:200], why + "they are", error=said)
+            self.notices.once("turn.raw", f"tenant: {type(error).__name__}", why + "they are", error=said)
             return None
 
     def _see(
