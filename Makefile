@@ -68,7 +68,7 @@ check: $(VENV)/.dev  ## lint, format and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix .
