@@ -58,4 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     of their own, and a script is a process of its own. Everything else is deterministic and gets one try."""
     for item in items:
         if item.path.parent.name in REAL_TIME or item.path.name in REAL_TIME:
-            item.add_marker(pytest.mark.flaky(reruns=2))
+            test = getattr(item, "function", None)
+            test = getattr(getattr(test, "hypothesis", None), "inner_test", test)
+            if not getattr(test, "on_virtual_time", False):
+                item.add_marker(pytest.mark.flaky(reruns=2))

@@ -266,6 +266,7 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     def run(*args: Any, **kwargs: Any) -> None:
         run_virtual(lambda: test(*args, **kwargs))
 
+    run.__dict__["on_virtual_time"] = True  # it is deterministic: see conftest.py
     return run
 
 

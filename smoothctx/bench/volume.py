@@ -56,9 +56,10 @@ QUICK = Settings(
 class Recorder:
     """An engine that samples anew in each run, and remembers how its answers ended."""
 
-    def __init__(self, engine: Any, *, temperature: float, seed: int, **options: Any) -> None:
+    # No seed: each run samples by itself, and vLLM on CPU (0.32.0) dies of a seed where a prompt comes in chunks.
+    def __init__(self, engine: Any, *, temperature: float, **options: Any) -> None:
         self._engine = engine
-        self._options = {"temperature": temperature, "seed": seed, **options}
+        self._options = {"temperature": temperature, **options}
         self.identity: str = engine.identity
         self.context_window: int | None = getattr(engine, "context_window", None)
         self.ends: list[str | None] = []
@@ -128,7 +129,7 @@ async def _parallel(
     run: int,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    model = Recorder(engine, temperature=settings.temperature, seed=run)
+    model = Recorder(engine, temperature=settings.temperature)
     transform = ParallelSummarize(
         model,
         block_tokens=size,
@@ -152,7 +153,7 @@ async def _sequential(
     """One summary of as many tokens as the blocks had: it may not end before."""
     wanted = max(16, int(of["output_tokens"]))
     run = int(of["run"])
-    model = Recorder(engine, temperature=settings.temperature, seed=run, ignore_eos=True)
+    model = Recorder(engine, temperature=settings.temperature, ignore_eos=True)
     transform = Summarize(model, max_tokens=wanted, facts=False, fixed_tokens=True)
     about = {"kind": "sequential", "block_tokens": of["block_tokens"], "detail": of["detail"], "run": run}
     return await _timed(engine, transform, model, messages, about, clock)
