@@ -124,19 +124,15 @@ def leading(blocks: Sequence[tuple[Progress, int]], *, room: int | None, beyond:
     return chosen
 
 
-def merge(summaries: Sequence[tuple[int, int, int]], allotted: Sequence[int], *, total_tokens: int) -> int | None:
+def merge(tokens: Sequence[int], merged: Sequence[int], *, total_tokens: int) -> int | None:
     """How many of the oldest summaries to merge into one, so that all of them together need clearly less than
     ``total_tokens``; ``None`` when there are no two that can be merged.
 
-    ``summaries`` are ``(start, end, tokens)`` of neighbours, oldest first; ``allotted`` is what each of them should
-    have at its age.
+    ``tokens`` are those of neighbours, oldest first; ``merged[n - 2]`` is what one summary of the first ``n`` needs.
     """
-    if len(summaries) < 2:
+    if len(tokens) < 2:
         return None
-    in_all = sum(tokens for _, _, tokens in summaries)
-    for count in range(2, len(summaries)):
-        before = sum(tokens for _, _, tokens in summaries[:count])
-        after = min(sum(allotted[:count]), before // 2)
-        if in_all - before + after <= total_tokens * 3 // 4:
+    for count in range(2, len(tokens)):
+        if merged[count - 2] + sum(tokens[count:]) <= total_tokens * 3 // 4:
             return count
-    return len(summaries)
+    return len(tokens)

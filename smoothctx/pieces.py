@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, overload
 
 from .blocks import Block, Progress, cut
 from .branch import Branch
@@ -14,7 +15,7 @@ from .cuts import safe_end
 from .handle import LookaheadHandle
 from .history import History
 from .states import WORKING, HandleState
-from .view import Applied, Artifact, Edit
+from .view import Applied, Artifact, Edit, Replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,32 @@ class Piece:
     progress: Progress
     tokens: int = 0
     handle: LookaheadHandle | None = None
+
+
+class Sizes(Sequence[int]):
+    """The running count of a history's tokens (``sizes[i]``: messages ``0..i``), with single results that were
+    offloaded on entry at the size of what stands for them: nobody ever sent or will read more of them."""
+
+    def __init__(self, branch: Branch) -> None:
+        history = branch.history
+        self._tokens = history.tokens
+        entries = [r for r in (a.artifact.replacement for a in branch.applied) if _is_entry(r, branch.codec)]
+        self._ends = [r.end for r in entries]
+        saved = (history.span(r.start, r.end) - sum(e.tokens for e in r.edits) for r in entries)
+        self._saved = list(accumulate(saved, initial=0))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self._tokens[index] - self._saved[bisect_right(self._ends, index)]
 
 
 #: start, end and summary tokens of what the view shows of a run
@@ -50,7 +77,7 @@ def pieces_of(
     there, preloaded or not.
     """
     history, codec = branch.history, branch.codec
-    limit = safe_end(history)
+    limit, sizes = safe_end(history), Sizes(branch)
     found: list[Piece] = []
     handles: dict[int, LookaheadHandle] = {}
     for handle in live:  # before what is shown: a merged one takes its place
@@ -79,8 +106,7 @@ def pieces_of(
         at_head = False
         ahead = [*(s for s, _, _ in shown), *handles]
         stop = min((s for s in ahead if s > position), default=limit)
-        segments, tokens = history.segmenter.segments, history.tokens
-        for block in cut(segments, tokens, block_tokens, start=position, end=min(stop, limit)):
+        for block in cut(history.segmenter.segments, sizes, block_tokens, start=position, end=min(stop, limit)):
             if not block.filled and stop >= limit:
                 return found, block.start
             failed = given_up(block.start, block.end)
@@ -95,12 +121,18 @@ def shown_of(branch: Branch) -> list[Shown]:
     return [shown for shown in found if shown[2]]
 
 
-def block_of(history: History, start: int, end: int) -> Block:
+def _is_entry(replacement: Replacement, codec: Codec) -> bool:
+    if replacement.end - replacement.start != 1:
+        return False
+    return [codec.role(m) for e in replacement.edits for m in e.messages] == ["tool"]
+
+
+def block_of(history: History, sizes: Sizes, start: int, end: int) -> Block:
     """These messages as a block."""
     segments = history.segmenter.segments
     first, last = (bisect_left(segments, index, key=lambda s: s.start) for index in (start, end))
-    tools = sum(history.span(s.start, min(s.end, end)) for s in segments[first:last] if s.kind in ("tools", "orphan"))
-    return Block(start, end, history.span(start, end), tools)
+    tools = [s for s in segments[first:last] if s.kind in ("tools", "orphan")]
+    return Block(start, end, sizes[end] - sizes[start], sum(sizes[min(s.end, end)] - sizes[s.start] for s in tools))
 
 
 def ends(applied: Applied) -> tuple[int, int]:
@@ -111,6 +143,17 @@ def ends(applied: Applied) -> tuple[int, int]:
 def summary_tokens(edits: Sequence[Edit], codec: Codec) -> int:
     """Tokens of the summaries that these edits show; 0 where they show none."""
     return sum(e.tokens for e in edits if any(codec.summary_text(m) is not None for m in e.messages))
+
+
+def summaries_of(branch: Branch, messages: Sequence[Any], piece: Piece) -> list[str]:
+    """The texts of what stands for this piece, or would."""
+    artifact = None if piece.handle is None else piece.handle.flight.artifact
+    if artifact is not None:
+        edits = list(artifact.replacement.edits)
+    else:
+        edits = [e for a in branch.applied if ends(a) == (piece.start, piece.end) for e in a.edits]
+    shown = [m for e in edits for m in e.messages] if edits else messages[piece.start : piece.end]
+    return [text for text in map(branch.codec.summary_text, shown) if text is not None]
 
 
 def result_of(handle: LookaheadHandle, *, at_limit: bool) -> Artifact | None:
@@ -129,3 +172,38 @@ def neighbours(found: Sequence[Piece]) -> list[Piece]:
             group = []
         group.append(piece)
     return group if len(group) > 1 else []
+
+
+def merged_sizes(
+    tokens: Sequence[int],
+    summaries: Sequence[Sequence[str]],
+    allotted: Sequence[int],
+    total_tokens: int,
+    needed: Callable[[Sequence[str]], int],
+) -> list[int]:
+    """Tokens that one summary of the first two, three, ... of these neighbours may have: at its age (``allotted``), or
+    as what it has to carry needs (``needed``), and always less than they have now."""
+    texts: list[str] = []
+    sizes: list[int] = []
+    for k, own in enumerate(summaries):
+        texts += own
+        before = sum(tokens[: k + 1])
+        wanted = max(min(sum(allotted[: k + 1]), before // 2), needed(texts))
+        sizes.append(min(total_tokens * 2 // 3, before * 9 // 10, wanted))
+    return sizes[1:]
+
+
+def figures_of(branch: Branch, found: Sequence[Piece], rest: int) -> dict[str, int]:
+    """How far the blocks have come, for an event: how many of each kind, and the tokens of the view and of what is not
+    summarised in it. ``rest``: where the part begins that has not filled a block yet."""
+    sizes = Sizes(branch)
+    count = {p: sum(piece.progress is p for piece in found) for p in Progress}
+    return {
+        "committed": count[Progress.COMMITTED],
+        "ready": count[Progress.READY],
+        "unfinished": count[Progress.WORKING],
+        "failed": count[Progress.FAILED],
+        "unfinished_tokens": sum(sizes[p.end] - sizes[p.start] for p in found if p.progress is Progress.WORKING),
+        "filling_tokens": sizes[-1] - sizes[rest],
+        "view_tokens": branch.tokens,
+    }

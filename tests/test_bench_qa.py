@@ -13,7 +13,7 @@ from helpers import problems
 from smoothctx import EngineUnreachable
 from smoothctx.bench import qa
 from smoothctx.bench.qa_data import Item, load_hotpotqa, load_locomo, own_items
-from smoothctx.bench.qa_scores import Action, action_of, equivalence, exact_match, f1, normalise
+from smoothctx.bench.qa_scores import Action, action_of, equivalence, exact_match, f1, held, normalise
 from smoothctx.cli import build, main
 from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.model import ModelReply
@@ -249,6 +249,9 @@ async def test_the_raw_context_scores_higher_than_one_that_lost_the_answer() -> 
     found = {(r["kind"], r["setting"]): r for r in qa.rows(cells)}
     assert found["multi_hop", "raw"]["exact_match"] == 1.0 and found["multi_hop", "raw"]["kept"] == 1.0
     assert found["multi_hop", "summarize"]["exact_match"] == pytest.approx(0.1), "Brenn alone is in every summary"
+    assert found["multi_hop", "raw"]["held"] == 1.0 and found["multi_hop", "summarize"]["held"] == pytest.approx(0.1)
+    assert found["multi_hop", "summarize"]["held"] < found["multi_hop", "blocks 250"]["held"] <= 1.0, "facts"
+    assert found["action", "raw"]["held"] is None and not qa.weakness(cells)
     assert found["multi_hop", "summarize"]["kept"] < found["multi_hop", "blocks 250"]["kept"] < 1
     assert found["action", "raw"]["equivalence"] == 1.0 and found["action", "raw"]["f1"] is None
     assert 0 < found["action", "summarize"]["equivalence"] <= 1
@@ -269,7 +272,40 @@ async def test_without_a_call_in_the_raw_context_there_is_nothing_to_compare() -
     cells: list[qa.Cell] = []
     await qa.measure(Mute([item]), "x", [item], settings(), cells)
     assert [c.equivalence for c in cells] == [None, None]
+    assert qa.weakness(cells) == "It calls a tool in 0 of 1 actions with the raw context."
     assert "-" in qa.table(cells)
+
+
+async def test_a_weak_model_is_said_to_be_one() -> None:
+    """It answers nothing from the raw context either: what the summaries kept shows without it."""
+    items = own_items()[:4]
+
+    class Weak(Knower):
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            known = any(i.ask in str(messages[-1]["content"]) for i in items)
+            return ModelReply(text="I think so." if known else "The town is Brenn.", usage=Usage(calls=1))
+
+    cells: list[qa.Cell] = []
+    await qa.measure(Weak(items), "x", items, settings(), cells)
+    assert "answers 0 of 4 questions from the raw context" in qa.weakness(cells)
+    found = {r["setting"]: r for r in qa.rows(cells)}
+    assert found["raw"]["exact_match"] == 0.0 and found["raw"]["held"] == 1.0
+    assert found["summarize"]["held"] == 0.25, "only what its text says"
+
+
+@pytest.mark.parametrize(
+    ("context", "expected", "score"),
+    [
+        ("It was in Brenn.", ["brenn"], 1.0),
+        ("It was in Brenner.", ["Brenn"], 0.0),
+        ("on the 2 May, they", ["the second of May", "2 May"], 1.0),
+        ("nothing", ["", "the"], 0.0),
+        ("", [], 0.0),
+    ],
+)
+def test_an_answer_is_held_as_whole_words(context: str, expected: list[str], score: float) -> None:
+    """Normalised on both sides, without a model."""
+    assert held(context, expected) == score
 
 
 async def test_an_engine_that_fails_makes_errors_of_cells() -> None:
@@ -321,6 +357,7 @@ async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         (["--blocks", "10"], "--blocks 10"),
         (["--details", "huge"], "--details huge"),
         (["--summary-tokens", "1"], "--summary-tokens 1"),
+        (["--block-summary-tokens", "1"], "--block-summary-tokens 1"),
         (["--url", "http://127.0.0.1:9"], "--url needs --model"),
         (["--url", "http://127.0.0.1:9", "--model", "m", "--api-key-env", "SMOOTHCTX_NO_SUCH"], "is not set"),
         (["--json", "/no/such/folder/x.json"], "does not exist"),
@@ -373,6 +410,15 @@ def test_a_server_that_is_not_there_is_an_exit_code(capsys: pytest.CaptureFixtur
 
 def test_it_is_part_of_the_command_line() -> None:
     """With defaults that ask everything."""
+    quick = build().parse_args(["bench", "qa", "--quick"])
+    assert [(s.name, s.max_tokens) for s in qa.chosen_settings(quick)] == [
+        ("raw", 0),
+        ("summarize", 96),
+        ("blocks 400 concise", 64),
+    ]
+    assert len(qa.chosen_items(quick)) == 6
+    own = build().parse_args(["bench", "qa", "--quick", "--blocks", "300", "--items", "1"])
+    assert qa.chosen_settings(own)[-1].name == "blocks 300 concise" and len(qa.chosen_items(own)) == 3
     options = build().parse_args(["bench", "qa"])
     assert len(qa.chosen_items(options)) == 23
     assert [s.name for s in qa.chosen_settings(options)][:3] == ["raw", "summarize", "blocks 250 concise"]

@@ -189,14 +189,15 @@ def test_the_room_is_never_exceeded(states: list[tuple[Progress, int]], room: in
 @given(st.lists(st.integers(1, 800), max_size=20), st.integers(100, 4000), st.integers(10, 400))
 def test_merging_takes_the_oldest(tokens: list[int], total: int, each: int) -> None:
     """At least two, the oldest, and no more than it takes to get clearly below the total."""
-    found = [(k, k + 1, t) for k, t in enumerate(tokens)]
-    count = merge(found, [each] * len(found), total_tokens=total)
-    if len(found) < 2:
+    merged = [min(each * n, sum(tokens[:n]) // 2) for n in range(2, len(tokens) + 1)]
+    count = merge(tokens, merged, total_tokens=total)
+    if len(tokens) < 2:
         assert count is None
         return
-    assert count is not None and 2 <= count <= len(found)
+    assert count is not None and 2 <= count <= len(tokens)
 
     def after(n: int) -> int:
-        return sum(tokens) - sum(tokens[:n]) + min(each * n, sum(tokens[:n]) // 2)
+        return sum(tokens[n:]) + merged[n - 2]
 
-    assert count == 2 or after(count - 1) > total * 3 // 4
+    assert count == len(tokens) or after(count) <= total * 3 // 4
+    assert all(after(n) > total * 3 // 4 for n in range(2, count))

@@ -29,7 +29,6 @@ from helpers import (
 from smoothctx import HandleState, KeepRecent, ParallelSummarize, Policy, Reason, Session, StaleHandle
 from smoothctx.economics import Speed
 from smoothctx.errors import ConfigurationError
-from smoothctx.states import WORKING
 from smoothctx.testing import FakeEngine, run_virtual
 from smoothctx.transforms import pin
 
@@ -73,6 +72,35 @@ async def test_blocks_are_prepared_as_they_fill_and_committed_together_at_the_tr
 
 
 @virtual
+async def test_a_result_that_was_offloaded_counts_as_what_stands_for_it() -> None:
+    """Blocks are cut by what the view has: huge results that were offloaded on entry fill no block, and the same
+    history with results of the size of their stubs is cut at the same turns."""
+
+    async def cut_at(size: int) -> tuple[list[set[int]], int]:
+        model = Blocks()
+        async with make_runtime(concurrency=4) as runtime:
+            policy = block_policy(model, max_message_tokens=100, trigger=("tokens", 3000))
+            session, messages = runtime.session("s", policy=policy), begin()
+            for k in range(12):
+                new = turn(k, size=30, tools=True)
+                new[2] = T(f"c{k}", f"<{k}> result", size=size)
+                await play(session, messages, [new[:1]], REST)
+                messages += new[1:3]
+                assert not problems(await session.commit(messages))  # the model reads the result
+                messages += new[3:]
+                session.observe(messages)
+                await settle(5)
+            assert not model.faults
+            return model.targets, CODEC.estimate((await session.commit(messages))[4 * 11 + 3])
+
+    huge, stub = await cut_at(2000)
+    assert 30 < stub <= 100
+    small, _ = await cut_at(stub - 8)
+    assert huge and [sorted(t) for t in huge] == [sorted(t) for t in small]
+    assert all(len(t) >= 2 for t in huge)
+
+
+@virtual
 async def test_promise_09_between_commits_the_view_only_grows() -> None:
     """Over 80 turns each view begins with the one before, except where blocks were committed; that is rare."""
     model = Blocks()
@@ -93,23 +121,25 @@ async def test_promise_09_between_commits_the_view_only_grows() -> None:
         assert session.branch.tokens < 2600
 
 
+@pytest.mark.parametrize("tools", [False, True])
 @virtual
-async def test_at_the_hard_limit_at_most_one_block_is_unfinished() -> None:
-    """The trace of 60 turns with a model that takes as long as a block takes to fill: whenever the limit comes, one
-    block's work is left at most, and nobody waits for more than that."""
-    model = Blocks(delay=2.5)
-    trace: list[int] = []
-    async with make_runtime(concurrency=4) as runtime:
+async def test_at_the_hard_limit_at_most_one_block_is_unfinished(tools: bool) -> None:
+    """The trace of 60 turns with a model that takes as long as a block takes to fill (``blocks.at_limit``): whenever
+    the limit comes, one block's work is left at most, and nobody waits for more than that."""
+    model, events = Blocks(delay=2.5), Events()
+    async with make_runtime(concurrency=4, on_event=events) as runtime:
         policy = block_policy(model, commit="hard_limit")
         session, messages = runtime.session("s", policy=policy), begin()
         for k in range(60):
-            new = turn(k)
-            raw = session.branch.tokens + sum(map(CODEC.estimate, new[:1]))
-            if raw > 3400:
-                trace.append(sum(s in WORKING for s in states(session)))
-            await play(session, messages, [new], functools.partial(settle, 2))
-    assert len(trace) >= 3 and max(trace) <= 1
-    assert session.receipts and all(r.waited_s == 0 and r.how == "ready" for r in session.receipts)
+            await play(session, messages, [turn(k, tools=tools)], functools.partial(settle, 2))
+        trace = [e.data for e in events.of("blocks.at_limit")]
+        assert len(trace) >= 3 and len({r.time for r in session.receipts}) <= len(trace)
+        for told in trace:
+            assert told["view_tokens"] > 3400, "the limit"
+            assert told["unfinished"] <= 1 and told["unfinished_tokens"] <= 400 and told["filling_tokens"] <= 800
+            assert told["ready"] >= 4 and told["failed"] == 0
+        assert any(told["unfinished"] for told in trace), "the model is not faster than the blocks fill"
+        assert session.receipts and all(r.waited_s == 0 and r.how == "ready" for r in session.receipts)
 
 
 @virtual

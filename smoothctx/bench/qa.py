@@ -1,6 +1,8 @@
 """``smoothctx bench qa``: what can still be answered from a compacted context, at several block sizes and details.
 
-Every question is asked twice: with the raw context, and with one that was compacted without knowing the question.
+Every question is asked twice: with the raw context, and with one that was compacted without knowing the question. Each
+expected answer is also a planted fact: whether it still stands in the context says what a summary kept, whatever the
+model makes of it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..transforms.prompts_blocks import DETAILS
 from ..transforms.replies import strip_thinking
 from . import qa_data
 from .qa_data import KINDS, Item
-from .qa_scores import action_of, equivalence, exact_match, f1
+from .qa_scores import action_of, equivalence, exact_match, f1, held
 
 CODEC = OpenAIMessages()
 #: the same answer for the same question, as far as the server allows
@@ -35,11 +37,18 @@ GREEDY = {"temperature": 0}
 #: tokens of an answer, and of an action
 ANSWER_TOKENS, ACTION_TOKENS = 48, 96
 RAW = "raw"
+#: cells of an earlier way to compact or to score are not taken over
+SCORES = 2
+#: with ``--quick``: what is asked, and how short the summaries are
+QUICK = {"items": 2, "blocks": "400", "details": "concise", "summary_tokens": 96, "block_summary_tokens": 64}
+#: under this share of right answers from the raw context, the answers say more about the model than about a summary
+WEAK = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One way to compact: ``name`` as in the table; ``block_tokens`` 0 is one summary of the whole."""
+    """One way to compact: ``name`` as in the table; ``block_tokens`` 0 is one summary of the whole. ``max_tokens`` caps
+    each summary; 0 is the transform's own."""
 
     name: str
     detail: str = ""
@@ -53,13 +62,20 @@ class Setting:
         if not self.block_tokens:
             # cut off at its cap or not: what is measured is what that many tokens hold
             return Summarize(engine, max_tokens=self.max_tokens, keep=("messages", 0), fixed_tokens=True)
-        return ParallelSummarize(engine, block_tokens=self.block_tokens, detail=self.detail, keep=("messages", 0))
+        return ParallelSummarize(
+            engine,
+            block_tokens=self.block_tokens,
+            detail=self.detail,
+            max_tokens=self.max_tokens or None,
+            keep=("messages", 0),
+            fixed_tokens=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One question under one setting. ``equivalence`` is for actions, the other scores are for answers; ``error`` is
-    what went wrong instead."""
+    """One question under one setting. ``equivalence`` is for actions, the other scores are for answers: ``held`` says
+    whether the answer stands in the context. ``error`` is what went wrong instead."""
 
     key: str
     setting: str
@@ -68,6 +84,7 @@ class Cell:
     raw_tokens: int = 0
     context_tokens: int = 0
     answer: str = ""
+    held: float | None = None
     exact_match: float | None = None
     f1: float | None = None
     equivalence: float | None = None
@@ -81,8 +98,9 @@ def add_parser(kinds: Any) -> None:
         help="questions answered from compacted and from raw context",
         description=(
             "Multi-hop questions, questions about dialogues, and next actions, asked with the raw context and with "
-            "contexts compacted at several block sizes and details. A model that answers poorly from the raw context "
-            "says little about a summary: read each score beside that of 'raw'."
+            "contexts compacted at several block sizes and details. 'held' is the share of the answers that still "
+            "stand in the context, without a model. A model that answers poorly from the raw context says little about "
+            "a summary: read EM, F1 and 'same' (the next action, by its structure) beside those of 'raw'."
         ),
     )
     parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
@@ -93,9 +111,13 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--locomo", type=Path, metavar="FILE", help="questions of a LoCoMo file instead of ours")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"what to ask (default {','.join(KINDS)})")
     parser.add_argument("--items", type=int, metavar="N", help="questions of each kind at most")
-    parser.add_argument("--blocks", default="250,500,1000", help="block sizes, tokens (default 250,500,1000)")
-    parser.add_argument("--details", default="concise,detailed", help=f"of {','.join(DETAILS)}")
-    parser.add_argument("--summary-tokens", type=int, default=256, help="cap of the one sequential summary")
+    parser.add_argument("--blocks", help="block sizes, tokens (default 250,500,1000)")
+    parser.add_argument("--details", help=f"of {','.join(DETAILS)} (default concise,detailed)")
+    parser.add_argument("--summary-tokens", type=int, help="cap of the one sequential summary (default 256)")
+    parser.add_argument("--block-summary-tokens", type=int, metavar="N", help="cap of each block's summary")
+    parser.add_argument(
+        "--quick", action="store_true", help="two questions of each kind, one block size, short summaries"
+    )
     parser.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="keep finished cells here and skip them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell and the table as JSON")
     parser.set_defaults(run=command)
@@ -113,10 +135,21 @@ def command(options: argparse.Namespace) -> int:
     finally:  # also when interrupted: what is there is shown, and with --resume nothing of it is lost
         if cells:
             print(table(cells))
+            if note := weakness(cells):
+                print(note)
             if options.json is not None:
                 options.json.write_text(json.dumps(as_json(cells), indent=2) + "\n", encoding="utf-8")
                 print(f"figures: {options.json}")
     return 0 if any(not c.error for c in cells) else 1
+
+
+def _defaults(options: argparse.Namespace) -> None:
+    """What was not said: by ``--quick``, or the usual."""
+    usual = {"items": None, "blocks": "250,500,1000", "details": "concise,detailed", "summary_tokens": 256}
+    usual["block_summary_tokens"] = None
+    for name, value in (QUICK if options.quick else usual).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def chosen_items(options: argparse.Namespace) -> list[Item]:
@@ -125,6 +158,7 @@ def chosen_items(options: argparse.Namespace) -> list[Item]:
     Raises:
         ConfigurationError: a wrong kind or count, or a file that cannot be read.
     """
+    _defaults(options)
     kinds = _names("--kinds", options.kinds, KINDS)
     limit = options.items
     if limit is not None and limit < 1:
@@ -149,14 +183,18 @@ def chosen_settings(options: argparse.Namespace) -> list[Setting]:
     Raises:
         ConfigurationError: a wrong size or detail.
     """
-    if options.summary_tokens < 16:
-        raise ConfigurationError(f"--summary-tokens {options.summary_tokens}: expected at least 16")
+    _defaults(options)
+    for name in ("summary_tokens", "block_summary_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 16:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: expected at least 16")
     settings = [Setting(name=RAW), Setting(name="summarize", max_tokens=options.summary_tokens)]
     for size in (x for x in options.blocks.split(",") if x.strip()):
         if not size.strip().isdigit() or int(size) < 96:
             raise ConfigurationError(f"--blocks {options.blocks}: expected whole numbers of at least 96")
         for detail in _names("--details", options.details, tuple(DETAILS)):
-            settings.append(Setting(name=f"blocks {int(size)} {detail}", detail=detail, block_tokens=int(size)))
+            name, cap = f"blocks {int(size)} {detail}", options.block_summary_tokens or 0
+            settings.append(Setting(name=name, detail=detail, block_tokens=int(size), max_tokens=cap))
     return settings
 
 
@@ -231,7 +269,8 @@ async def ask(engine: Any, item: Item, setting: Setting, reference: str = "") ->
         if expected.tool is None:  # nothing was called with the raw context: there is nothing to compare
             return cell
         return replace(cell, equivalence=equivalence(action_of(answer), expected).score)
-    return replace(cell, exact_match=exact_match(answer, item.answers), f1=f1(answer, item.answers))
+    kept = held("\n".join(map(CODEC.text, context)), item.answers)
+    return replace(cell, held=kept, exact_match=exact_match(answer, item.answers), f1=f1(answer, item.answers))
 
 
 async def compacted(item: Item, transform: Transform | None) -> list[dict[str, Any]]:
@@ -246,7 +285,7 @@ async def compacted(item: Item, transform: Transform | None) -> list[dict[str, A
 
 def cell_key(identity: str, item: Item, setting: Setting) -> str:
     """Names a cell by everything that its result depends on."""
-    parts = [identity, asdict(item), asdict(setting), ANSWER_TOKENS, ACTION_TOKENS]
+    parts = [identity, asdict(item), asdict(setting), ANSWER_TOKENS, ACTION_TOKENS, SCORES]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -290,6 +329,7 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "errors": len(group) - len(right),
                 "context_tokens": _mean([float(c.context_tokens) for c in right]),
                 "kept": sum(c.context_tokens for c in right) / raw if raw else None,
+                "held": _mean([c.held for c in right if c.held is not None]),
                 "exact_match": _mean([c.exact_match for c in right if c.exact_match is not None]),
                 "f1": _mean([c.f1 for c in right if c.f1 is not None]),
                 "equivalence": _mean([c.equivalence for c in right if c.equivalence is not None]),
@@ -304,15 +344,32 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def table(cells: Sequence[Cell]) -> str:
     """The table for people: one line for each kind and setting."""
-    head = f"{'kind':<10} {'setting':<26} {'n':>3} {'err':>3} {'tokens':>7} {'kept':>6} {'EM':>5} {'F1':>5} {'same':>5}"
+    scores_head = " ".join(f"{name:>5}" for name in ("held", "EM", "F1", "same"))
+    head = f"{'kind':<10} {'setting':<26} {'n':>3} {'err':>3} {'tokens':>7} {'kept':>6} {scores_head}"
     lines = [head, "-" * len(head)]
     for row in rows(cells):
-        scores = " ".join(_score(row[k]) for k in ("exact_match", "f1", "equivalence"))
+        scores = " ".join(_score(row[k]) for k in ("held", "exact_match", "f1", "equivalence"))
         tokens = "-" if row["context_tokens"] is None else f"{row['context_tokens']:.0f}"
         kept = "-" if row["kept"] is None else f"{row['kept']:.0%}"
         counts = f"{row['cells']:>3} {row['errors']:>3} {tokens:>7} {kept:>6}"
         lines.append(f"{row['kind']:<10} {row['setting']:<26} {counts} {scores}")
     return "\n".join(lines)
+
+
+def weakness(cells: Sequence[Cell]) -> str:
+    """What to think of the answers where the model is weak already with the raw context; empty where it is not."""
+    raw = [c for c in cells if c.setting == RAW and not c.error]
+    right = [c.exact_match for c in raw if c.exact_match is not None]
+    called = [c.equivalence is not None for c in raw if c.kind == "action"]
+    notes = []
+    if right and sum(right) < WEAK * len(right):
+        notes.append(
+            f"This model answers {sum(right):.0f} of {len(right)} questions from the raw context: EM and F1 say little "
+            "about the summaries here. Read 'held', which asks no model."
+        )
+    if called and sum(called) < WEAK * len(called):
+        notes.append(f"It calls a tool in {sum(called)} of {len(called)} actions with the raw context.")
+    return "\n".join(notes)
 
 
 def _score(value: float | None) -> str:

@@ -24,6 +24,13 @@ def exact_match(answer: str, expected: Sequence[str]) -> float:
     return float(any(normalise(answer) == normalise(e) for e in expected))
 
 
+def held(context: str, expected: Sequence[str]) -> float:
+    """1 if one of the expected answers stands in the context, normalised, as whole words; else 0. No model is asked:
+    what is not there can only be guessed."""
+    words = f" {normalise(context)} "
+    return float(any(f" {normalise(e)} " in words for e in expected if normalise(e)))
+
+
 def f1(answer: str, expected: Sequence[str]) -> float:
     """The best harmonic mean of precision and recall, by words, over the expected answers."""
     return max((_f1(normalise(answer).split(), normalise(e).split()) for e in expected), default=0.0)

@@ -28,6 +28,7 @@ from ..transforms.parallel import ParallelSummarize
 from ..transforms.prompts_blocks import DETAILS
 from ..transforms.summarize import Summarize
 from .volume_figures import row, summary, table
+from .volume_simulated import Rates, measure_rates, with_simulation
 
 CODEC = OpenAIMessages()
 #: tokens of one tool result in the measured history
@@ -220,6 +221,9 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="blocks at once (default 4)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="cap of each summary (default 400)")
     parser.add_argument("--temperature", type=float, metavar="T", help="of sampling (default 0.7)")
+    parser.add_argument(
+        "--rates", action="store_true", help="also measure the engine's rates, and what a simulation of them gains"
+    )
     parser.add_argument("--quick", action="store_true", help="a few cells, to see that it works")
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write every cell; an interrupted run goes on from it"
@@ -237,9 +241,13 @@ def command(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--path {folder}: there is no such folder")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigurationError(f"--json {options.json}: the folder {options.json.absolute().parent} does not exist")
-    cells = anyio.run(_run, options, settings, folder)
-    print("\n" + table(summary(cells, settings.blocks, settings.details)))
+    data, rates = anyio.run(_run, options, settings, folder)
+    if rates is not None:
+        data["rates"] = asdict(rates)
+        data["figures"] = with_simulation(data["figures"], rates)
+    print("\n" + table(data["figures"]))
     if options.json is not None:
+        _write(options.json, data)
         print(f"figures: {options.json}")
     return 0
 
@@ -258,7 +266,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     return replace(Settings(), **own)
 
 
-async def _run(options: argparse.Namespace, settings: Settings, folder: Path) -> dict[str, dict[str, Any]]:
+async def _run(options: argparse.Namespace, settings: Settings, folder: Path) -> tuple[dict[str, Any], Rates | None]:
+    """Everything for the file, and the rates where they are wanted."""
     messages = await history(folder, settings.tokens)
     async with _engine(options, settings) as engine:
         about = {"engine": engine.identity, "settings": asdict(settings), "history": _digest(messages)}
@@ -266,16 +275,16 @@ async def _run(options: argparse.Namespace, settings: Settings, folder: Path) ->
         if cells:
             print(f"{len(cells)} cells are there already", flush=True)
 
+        def data() -> dict[str, Any]:
+            return {**about, "cells": cells, "figures": summary(cells, settings.blocks, settings.details)}
+
         def done() -> None:
             if options.json is not None:
-                _write(
-                    options.json,
-                    {**about, "cells": cells, "figures": summary(cells, settings.blocks, settings.details)},
-                )
+                _write(options.json, data())
 
+        rates = await measure_rates(engine, workers=settings.workers) if options.rates else None
         await measure(engine, messages, settings, cells, done=done, say=lambda line: print(line, flush=True))
-        done()
-    return cells
+    return data(), rates
 
 
 @asynccontextmanager

@@ -82,13 +82,15 @@ def row(cell: Mapping[str, Any]) -> str:
 
 def table(figures: Mapping[str, Any]) -> str:
     """The figures for a person to read."""
+    simulated = figures.get("rates")
     head = "block  detail         blocks  tokens     CV  similar   wall s  tok/s  sequential s  tok/s  gain"
-    lines = [head]
+    lines = [head + ("  simulated" if simulated else "")]
     for r in figures["rows"]:
         lines.append(
             f"{r['block_tokens']:>5}  {r['detail']:<14}{_n(r['blocks'], 0):>7}{_n(r['output_tokens'], 0):>8}"
             f"{_n(r['variation'], 2):>7}{_n(r['similarity'], 2):>9}{_n(r['wall_s'], 1):>9}{_n(r['tokens_per_s'], 1):>7}"
             f"{_n(r['sequential_wall_s'], 1):>14}{_n(r['sequential_tokens_per_s'], 1):>7}{_n(r['speedup'], 2):>6}"
+            + (f"{_n(r['simulated_gain'], 2):>11}" if simulated else "")
         )
     for name, values in (
         ("number of blocks, by detail", figures["spearman_blocks"]),
@@ -96,6 +98,11 @@ def table(figures: Mapping[str, Any]) -> str:
     ):
         lines.append(f"Spearman of tokens with {name}: " + ", ".join(f"{k} {_n(v, 2)}" for k, v in values.items()))
     lines.append(f"summaries ended by the cap: {_n(figures['ended_by_cap'], 2)}; failed cells: {figures['failed']}")
+    if simulated:
+        lines.append(
+            f"simulated with the engine's own rates, tokens a second: prefill {simulated['prefill']:.0f}, decode alone "
+            f"{simulated['decode_alone']:.1f}, each of {simulated['workers']} beside {simulated['decode_beside']:.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -25,7 +25,9 @@ from ..tokens import count_text
 
 #: bounds of the section; pins, live tasks and tool names have bounds of their own
 MAX_TOKENS = 600
-QUOTA = {"paths": 14, "urls": 6, "ids": 10, "numbers": 10}
+QUOTA = {"paths": 14, "ids": 10, "decisions": 8, "urls": 6, "numbers": 10}
+#: the kinds that are dropped first where there is too little room
+MINOR = ("numbers", "urls")
 MAX_TOOLS = 48
 #: a pin inside a tool result is not the user's own typing: it is honoured up to this many characters
 MAX_TOOL_PIN = 4_000
@@ -34,10 +36,20 @@ SCAN_HEAD, SCAN_TAIL = 14_000, 6_000
 #: facts taken from one tool result, so that a listing does not crowd out everything else
 PER_RESULT = 12
 MAX_VALUE = 300
+#: characters of a sentence that states a decision; a longer one is the model's to put in words
+MAX_DECISION = 200
 
 TAG = "durable_facts"
 PIN_OPEN, PIN_CLOSE = "<pin>", "</pin>"
-_KINDS = {"tool": "tools", "task": "tasks", "path": "paths", "url": "urls", "id": "ids", "number": "numbers"}
+_KINDS = {
+    "tool": "tools",
+    "task": "tasks",
+    "path": "paths",
+    "id": "ids",
+    "decision": "decisions",
+    "url": "urls",
+    "number": "numbers",
+}
 # In any spelling that the codec escapes.
 _TAGS = rf"\s*(?:/\s*)?(?:{SUMMARY_TAG}|{TAG}|pin)"
 _RAW = re.compile(f"(?:<|&((?:amp;)*)lt;)({_TAGS})", re.IGNORECASE)
@@ -52,8 +64,9 @@ class Facts:
     tools: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
 
@@ -115,8 +128,9 @@ def extract(
 ) -> Facts:
     """The durable facts of these messages, merged with those carried so far. Bounded; same input, same facts.
 
-    What users, assistants and call arguments mention goes before what only a tool result mentions. Facts of a
-    summary among ``messages`` are carried. ``live_tasks`` replace the earlier ones unless they are empty.
+    What users, assistants and call arguments mention goes before what only a tool result mentions; decisions are
+    those that users and assistants put in words. Facts of a summary among ``messages`` are carried. ``live_tasks``
+    replace the earlier ones unless they are empty.
     """
     carried = [earlier or Facts()]
     strong, weak = _Found(), _Found()
@@ -132,7 +146,9 @@ def extract(
         if role == "tool":
             weak.scan(codec.text(message), limit=PER_RESULT)
         else:
-            strong.scan(codec.text(message))
+            text = codec.text(message)
+            strong.scan(text)
+            strong.decide(text)
         for call in codec.calls(message):
             if call.name:
                 tools.append(call.name)
@@ -159,6 +175,19 @@ def render(facts: Facts) -> str:
     ]
     lines += [f"{PIN_OPEN}{_encode(text)}{PIN_CLOSE}" for text in facts.pins]
     return "\n".join([f"<{TAG}>", *lines, f"</{TAG}>"]) if lines else ""
+
+
+def carried(summaries: Sequence[str]) -> Facts:
+    """What one summary instead of these has to carry: the facts of all of them, without those that may be dropped."""
+    parsed = [parse(text) for text in summaries]
+    kinds = [kind for kind in Facts.__slots__ if kind not in MINOR]
+    merged = {kind: tuple(_latest(v for facts in parsed for v in getattr(facts, kind))) for kind in kinds}
+    return Facts(**{kind: values[-QUOTA[kind] :] if kind in QUOTA else values for kind, values in merged.items()})
+
+
+def size(facts: Facts) -> int:
+    """Tokens of what :func:`extract` bounds: everything but pins, live tasks and tool names."""
+    return sum(_cost(value) for kind in QUOTA for value in getattr(facts, kind))
 
 
 def parse(summary_text: str) -> Facts:
@@ -219,11 +248,19 @@ def _latest(values: Iterable[str]) -> list[str]:
 
 def _bounded(facts: Facts, max_tokens: int) -> Facts:
     lists = {kind: list(getattr(facts, kind)) for kind in QUOTA}
-    total = sum(count_text(v) + 2 for values in lists.values() for v in values)
-    for kind in reversed(QUOTA):  # the least durable kind first, its oldest first
-        while total > max_tokens and lists[kind]:
-            total -= count_text(lists[kind].pop(0)) + 2
+    sizes = {kind: [_cost(v) for v in values] for kind, values in lists.items()}
+    while sum(map(sum, sizes.values())) > max_tokens:
+        # The least durable kinds first, then what takes most; of each kind its oldest.
+        kind = next((k for k in MINOR if lists[k]), None) or max(QUOTA, key=lambda k: sum(sizes[k]))
+        if not lists[kind]:
+            break
+        del lists[kind][0], sizes[kind][0]
     return replace(facts, **{kind: tuple(values) for kind, values in lists.items()})
+
+
+def _cost(value: str) -> int:
+    """Tokens of one fact in its section."""
+    return count_text(value) + 2
 
 
 # -- finding them --------------------------------------------------------------------------------------------
@@ -249,6 +286,13 @@ _ISSUE = re.compile(r"(?:[\w.-]{1,60}/[\w.-]{1,60})?#\d{1,9}")
 _CAPS = re.compile(r"(?=[A-Z_-]*\d)[A-Z][A-Z0-9_-]{2,60}")
 _NAMED = re.compile(r"(?=[^\d]*\d)(?=[^_-]*[_-])[A-Za-z][\w.-]{4,80}")
 _LONG = re.compile(r"\d{6,40}")
+# A decision that was taken, not one that is open: in the languages that we can tell.
+_DECIDED = re.compile(
+    r"(?<!not )(?<!be )(?<!n't )\b(?:decided|decision(?=:)|agreed|chose|settled on|opted for|approved|rejected)\b"
+    r"|결정했|결정하였|결정됐|결정됨|하기로 (?:했|하였|함|한)|決定し|に決め|ことにし|决定(?!吗|了吗)",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")
 _NUMBER = re.compile(r"[-+~≈$€£]?\d[\d.,:]{0,20}(?:%|[A-Za-zµ°]{1,6})?(?:/[A-Za-z]{1,6})?")
 
 
@@ -261,15 +305,28 @@ class _Found:
     def of(self, kind: str) -> list[str]:
         return self._values[kind]
 
+    def decide(self, text: str) -> None:
+        """Look for sentences that state a decision."""
+        if _DECIDED.search(text) is None:
+            return
+        sentences = (s.strip() for line in _seen(text).splitlines() for s in _SENTENCE.split(line))
+        self._values["decisions"] += [
+            s for s in sentences if len(s) <= MAX_DECISION and not s.endswith(("?", "？")) and _DECIDED.search(s)
+        ]
+
     def scan(self, text: str, *, limit: int = 64) -> None:
         """Look at the head and the tail of one text; at most ``limit`` facts of each kind, the last ones."""
-        if len(text) > SCAN_HEAD + SCAN_TAIL:
-            text = text[:SCAN_HEAD] + "\n" + text[-SCAN_TAIL:]
+        text = _seen(text)
         found: dict[str, list[str]] = {kind: [] for kind in QUOTA}
         for line in text.splitlines():
             _scan_line(line, found)
         for kind, values in found.items():
             self._values[kind] += _latest(values)[-limit:]
+
+
+def _seen(text: str) -> str:
+    """The part of one text that is looked at."""
+    return text if len(text) <= SCAN_HEAD + SCAN_TAIL else text[:SCAN_HEAD] + "\n" + text[-SCAN_TAIL:]
 
 
 def argument_text(arguments: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..codec import USER_STUB
@@ -24,6 +24,8 @@ class Isolate:
         system: the sub-agent's system prompt, ``None`` for none.
         instruction: what it is asked to do: the last message.
         select: ``callable(list of messages) -> list``, by default all of them.
+        request: the constant part of the sub-agent's requests (its tools, template options), with which its opening
+            is preloaded; by default that of the session that prepares it.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
@@ -34,17 +36,31 @@ class Isolate:
     source = "view"
     keep: Size = ("messages", 0)
 
-    def __init__(self, *, system: str | None = None, instruction: str, select: Select | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        system: str | None = None,
+        instruction: str,
+        select: Select | None = None,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
         if system is not None and (not isinstance(system, str) or not system.strip()):
             raise ConfigurationError(f"system={system!r}: expected a text that is not empty, or None")
         if not isinstance(instruction, str) or not instruction.strip():
             raise ConfigurationError(f"instruction={instruction!r}: expected a text that is not empty")
         if select is not None and not callable(select):
             raise ConfigurationError(f"select={select!r}: expected a callable (list of messages) -> list, or None")
+        if request is not None and not isinstance(request, Mapping):
+            raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
         self.system, self.instruction, self.select = system, instruction, select
-        self.fingerprint: str | None = (
-            None if select is not None else fingerprint(self.name, {"system": system, "instruction": instruction})
-        )
+        self.request = None if request is None else dict(request)
+        # A request of its own is part of what is prepared: another one warms another prompt.
+        options = {
+            "system": system,
+            "instruction": instruction,
+            **({} if request is None else {"request": self.request}),
+        }
+        self.fingerprint: str | None = None if select is not None else fingerprint(self.name, options)
 
     async def apply(self, request: TransformRequest) -> Rewrite:
         """Make the opening messages.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
+from .. import urgency
 from ..endpoints import endpoint
 from ..errors import ConfigurationError, TransformError
 from ..tokens import MESSAGE_TOKENS, count_text
@@ -101,7 +102,7 @@ class Model:
 
     async def _asked(self, own: list[dict[str, Any]], max_tokens: int, options: Mapping[str, Any] | None) -> ModelReply:
         if self.is_engine:
-            return _read(await self._model.complete(own, max_tokens=max_tokens, **(options or {})))
+            return _read(await urgency.complete(self._model, own, max_tokens=max_tokens, options=options or {}))
         answer = self._model(own, max_tokens=max_tokens)
         if not inspect.isawaitable(answer):
             raise TransformError(f"model: it returned {type(answer).__name__} at once; expected {EXPECTED}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,24 +12,15 @@ import anyio
 from ..blocks import Block, cut, share
 from ..errors import ConfigurationError, InvalidOutput, TransformError
 from ..segments import segment
-from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
 from . import facts as durable
 from .base import Locality, Rewrite, Size, TransformRequest, check_size, fingerprint
-from .inputs import InputUnit, fence, head, opens_with_user, pieces, transcript, units
-from .model import Model, ModelReply, options_tokens
-from .prompts import PART, missing
-from .prompts_blocks import DETAILS, TARGET, instruction, merging
-from .replies import clean, was_cut
-from .summarize import DEFAULT_WINDOW, MIN_INPUT, OVER_CAP
+from .model import Model
+from .parallel_block import FRAME, MAX_FACTS, MIN_SUMMARY, BlockJob, always, facts_of, half
+from .prompts_blocks import DETAILS, instruction, merging
+from .summarize import MIN_INPUT
 from .validators import NotSmaller
 
-#: the smallest summary that is worth asking for, in tokens
-MIN_SUMMARY = 48
-#: tokens of the facts section of one block at most
-MAX_FACTS = 300
-#: what a summary message has beside the model's text and the facts: its fence and the note in it
-FRAME = 48
 #: seconds before one block of several is tried again after an error that may pass, and what a server may ask for
 PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 
@@ -52,8 +43,8 @@ class ParallelSummarize:
         workers: blocks that are summarised at once.
         max_tokens: cap of the model's text for one block, whatever the detail; by default half of ``block_tokens``.
         prompt: replaces the built-in instruction for a block.
-        facts: carry paths, ids, URLs, numbers, tool names and live tasks word for word beside the model's text.
-            Texts that the user pinned are carried in any case.
+        facts: carry paths, ids, decisions, URLs, numbers, tool names and live tasks word for word beside the model's
+            text, also when summaries are merged. Texts that the user pinned are carried in any case.
         keep: what stays raw at the end of the view.
         model_id: names a plain callable, so that its summaries may be shared and stored.
         window: the summariser's own context window in tokens; by default the engine's, else the agent's.
@@ -146,6 +137,10 @@ class ParallelSummarize:
         cap = self.max_tokens + FRAME + (MAX_FACTS if self.facts else 0)
         return cap if self.total_tokens is None else min(cap, self.total_tokens // 2)
 
+    def merged_tokens(self, summaries: Sequence[str]) -> int:
+        """Tokens that one summary instead of these needs: half of what they say, and all that is carried."""
+        return FRAME + half(summaries) + always(summaries) + durable.size(durable.carried(summaries))
+
     def shares(self, blocks: Sequence[Block]) -> list[int]:
         """Tokens that the summary message of each of these blocks (all there are, oldest first) may have."""
         if self.total_tokens is None:
@@ -198,18 +193,35 @@ class ParallelSummarize:
         blocks = cut(found.segments, tokens, size, start=0, end=len(shown))
         if found.lead and blocks:  # system messages at the head of a run
             blocks[0] = Block(0, blocks[0].end, tokens[blocks[0].end], blocks[0].tool_tokens, blocks[0].filled)
-        return list(zip(blocks, self.shares(blocks), strict=True))
+        return list(zip(blocks, self._by_need(blocks, request, shown), strict=True))
 
-    def _job(self, request: TransformRequest, shown: list[Any], earlier: list[Any], ours: set[int], cap: int) -> _Job:
-        return _Job(self, request, shown, [*request.before, *earlier], [m for m in shown if id(m) in ours], cap)
+    def _by_need(self, blocks: Sequence[Block], request: TransformRequest, shown: Sequence[Any]) -> list[int]:
+        """Shares of the total: first for the facts that each block has, up to a third in all, then by age and kind."""
+        total = self.total_tokens
+        if total is None or not self.facts:
+            return self.shares(blocks)
+        needs = [
+            durable.size(durable.extract(shown[b.start : b.end], request.codec, max_tokens=facts_of(b.tokens)))
+            for b in blocks
+        ]
+        most = total // 3
+        if (wanted := sum(needs)) > most:
+            needs = [need * most // wanted for need in needs]
+        texts = share(total - sum(needs), blocks, cap=self.max_tokens + FRAME)
+        return [min(self.block_cap, need + text) for need, text in zip(needs, texts, strict=True)]
 
-    async def _side_by_side(self, jobs: Sequence[_Job]) -> None:
+    def _job(
+        self, request: TransformRequest, shown: list[Any], earlier: list[Any], ours: set[int], cap: int
+    ) -> BlockJob:
+        return BlockJob(self, request, shown, [*request.before, *earlier], [m for m in shown if id(m) in ours], cap)
+
+    async def _side_by_side(self, jobs: Sequence[BlockJob]) -> None:
         if len(jobs) == 1:
             await jobs[0].run()
             return
         limit = anyio.Semaphore(self.workers)
 
-        async def work(job: _Job) -> None:
+        async def work(job: BlockJob) -> None:
             try:
                 for again in (True, False):
                     try:
@@ -228,7 +240,7 @@ class ParallelSummarize:
                 await limit.acquire()
                 group.start_soon(work, job)
 
-    def _within_total(self, jobs: Sequence[_Job], request: TransformRequest) -> None:
+    def _within_total(self, jobs: Sequence[BlockJob], request: TransformRequest) -> None:
         """A block stays as it is where its summary saves nothing, or would take all of them over the cap."""
         count = request.codec.estimate
         used = 0
@@ -249,156 +261,6 @@ class ParallelSummarize:
             f"ParallelSummarize({self._model.identity or 'model'}, block_tokens={self.block_tokens}, "
             f"detail={self.detail!r})"
         )
-
-
-@dataclass(slots=True)
-class _Job:
-    """One block: what is read, what it stands for, what its summary may cost, and what came of it."""
-
-    options: ParallelSummarize
-    request: TransformRequest
-    shown: list[Any]
-    before: list[Any]
-    replaced: list[Any]
-    cap: int
-    text: str | None = None
-    section: str = ""
-    usage: Usage = field(default_factory=Usage)
-    error: Exception | None = None
-
-    async def run(self) -> None:
-        """Write the summary.
-
-        Raises:
-            InvalidOutput: the model's answer is of no use, also the second time.
-            TransformError: the window is too small.
-        """
-        codec = self.request.codec
-        texts = [codec.summary_text(m) for m in self.replaced]
-        whole = [t for t in texts if t is not None]
-        merge = len(whole) == len(texts)
-        source = sum(map(codec.estimate, self.replaced))
-        self.section = durable.render(self._facts(source, merge=merge))
-        spent = FRAME + count_text(self.section)
-        limit = max(MIN_SUMMARY // 2, min(self.options.max_tokens, self.cap - spent))
-
-        def told(strict: bool) -> str:
-            lacked = missing(self.request.missed)
-            if merge:
-                return merging(max_tokens=limit, strict=strict) + lacked
-            own = self.options
-            text = instruction(own.prompt, detail=own.detail, source_tokens=source, max_tokens=limit, strict=strict)
-            return text + lacked
-
-        target = "\n\n".join(map(durable.strip, whole)) if merge else transcript(self.shown, codec)
-        room = self._room(limit, told(True))
-        if count_text(target) + MESSAGE_TOKENS + 16 <= room:
-            self.text = await self._ask(self._before(room - count_text(target)), target, told, limit)
-        else:
-            self.text = await self._in_parts(target, told, limit, room)
-
-    def result(self) -> list[Any]:
-        """What stands for the block: one summary message, or the block itself."""
-        if self.text is None:
-            return self.replaced
-        return [self.request.codec.summary(f"{self.text}\n\n{self.section}" if self.section else self.text)]
-
-    def _facts(self, source: int, *, merge: bool) -> durable.Facts:
-        request = self.request
-        if not self.options.facts:
-            pins = [*durable.message_pins(self.replaced, request.codec), *request.pins]
-            return durable.Facts(pins=tuple(dict.fromkeys(pins)))
-        most = min(MAX_FACTS, max(32, source // 10), max(16, self.cap // 4))
-        return durable.extract(
-            self.replaced, request.codec, pins=request.pins, live_tasks=request.live_tasks, max_tokens=most
-        )
-
-    def _room(self, limit: int, told: str) -> int:
-        """Tokens of input that fit the summariser's window beside the instruction and the answer."""
-        own = self.options
-        window = own.window or own.model.window or self.request.context_tokens or DEFAULT_WINDOW
-        spent = limit + count_text(told) + 4 * MESSAGE_TOKENS + 32 + options_tokens(self._request_options())
-        if window - spent < MIN_INPUT:
-            raise TransformError(
-                f"parallel_summarize: the summariser's window of {window} tokens leaves {window - spent} for input "
-                f"beside the instruction, the tools and {limit} tokens of output"
-            )
-        return window - spent
-
-    def _before(self, room: int) -> list[dict[str, Any]]:
-        """The view before the block as chat messages, without its oldest part where it does not fit.
-
-        What is left out grows in steps of half the room, so that one block's prompt goes on extending the last one's.
-        """
-        found = units(self.before, self.request.codec)
-        excess = sum(u.tokens for u in found) - room
-        if excess > 0:
-            lead = _system(found)
-            dropped, step = 0, max(1, room // 2)
-            wanted = -(-excess // step) * step
-            rest = found[len(lead) :]
-            while rest and dropped < wanted:
-                dropped += rest.pop(0).tokens
-            found = [*lead, *rest] if sum(u.tokens for u in [*lead, *rest]) <= room else []
-        return [m for u in found for m in u.messages]
-
-    async def _in_parts(self, target: str, told: Callable[[bool], str], limit: int, room: int) -> str:
-        """A block that is larger than the window: part by part, each with what was written of the ones before."""
-        carried_tokens = min(limit, room // 2)
-        free = room - carried_tokens - count_text(PART) - 64
-        if free < MIN_INPUT // 2:
-            raise TransformError(f"parallel_summarize: {room} tokens of input are too few to summarise in parts")
-        running: str | None = None
-        codec = self.request.codec
-        for number, part in enumerate(pieces(target, free), 1):
-            if running is not None:  # inside the marks, since its record is to be merged
-                record = codec.text(codec.summary(head(running, carried_tokens)))
-                part = f"{PART.format(number=number)}\n{record}\n{part}"
-            running = await self._ask([], part, told, limit)
-        assert running is not None
-        return running
-
-    async def _ask(self, before: list[dict[str, Any]], target: str, told: Callable[[bool], str], limit: int) -> str:
-        """One text, asked for a second time if the first was cut off, too long, or of no use."""
-        strict, failed = False, InvalidOutput("summary: there was no answer")
-        for _ in range(2):
-            last = {"role": "user", "content": f"{fence(target, TARGET)}\n\n{told(strict)}"}
-            reply = await self.options.model.ask(
-                opens_with_user([*before, last]), max_tokens=limit, options=self._request_options()
-            )
-            self.usage += reply.usage
-            if self.request.on_usage is not None:
-                self.request.on_usage(reply.usage)
-            try:
-                text = clean(reply)
-            except InvalidOutput as error:
-                failed = error
-                continue
-            if self.options.fixed_tokens or not _too_long(reply, text, limit):
-                return text
-            strict = True
-            failed = InvalidOutput(f"summary: cut off at max_tokens={limit}, also when asked for a shorter text")
-        raise failed
-
-    def _request_options(self) -> Mapping[str, Any]:
-        """What makes the request reuse the agent's prefix; tools are shown for that alone."""
-        if not self.options.model.is_engine:
-            return {}
-        options = dict(self.request.options)
-        if options.get("tools"):
-            options["tool_choice"] = "none"
-        return options
-
-
-def _system(found: Sequence[InputUnit]) -> list[InputUnit]:
-    lead = next(
-        (k for k, u in enumerate(found) if u.messages[0].get("role") not in ("system", "developer")), len(found)
-    )
-    return list(found[:lead])
-
-
-def _too_long(reply: ModelReply, text: str, limit: int) -> bool:
-    return was_cut(reply) or count_text(text) > OVER_CAP * limit + MIN_INPUT
 
 
 def _nothing() -> TransformError:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from ag2.compact import CompactTrigger, TailWindowCompact
-from ag2.events import ModelRequest, ModelResponse, TextInput, ToolResultsEvent, UsageEvent
+from ag2.events import ModelMessage, ModelRequest, ModelResponse, TextInput, ToolResultsEvent, UsageEvent
+from ag2.events.types import Usage as StreamUsage
 from ag2.knowledge import MemoryKnowledgeStore
 from streams import FILLER, Model, agent, converse, faults, seen, small, stream_of, summarised
 
@@ -328,3 +329,28 @@ def test_from_an_event_loop_per_request() -> None:
                     session.lookahead.wait_sync(30)
         assert len(sessions(runtime, stream_of(3))) == 1
     assert any(map(summarised, model.requests)) and not any(faults(r) for r in model.requests)
+
+
+@pytest.mark.parametrize(("provider", "prompt"), [("openai", 100), ("anthropic", 190)])
+@virtual
+async def test_what_the_calls_around_a_commit_cost_is_known(provider: str, prompt: int) -> None:
+    """The usage of the agent's own calls stands in ``session.outcomes()``, the cached part included."""
+    used = StreamUsage(prompt_tokens=100, completion_tokens=7, cache_read_input_tokens=90)
+    model = Model(delay=0.3)
+    model.answer = lambda events: ModelResponse(ModelMessage(f"answer {FILLER}"), usage=used, provider=provider)
+    async with make_runtime() as runtime:
+        reply = await converse(agent(model, runtime, small(FakeSummarizer(delay=0.1))), 12, pause=0.5)
+        (session,) = sessions(runtime, reply.context.stream)
+        calls = [c for o in session.outcomes() for c in (*o.before, *o.after)]
+        assert len(calls) >= 10
+        assert {c.usage for c in calls} == {Usage(input_tokens=prompt, output_tokens=7, cached_tokens=90, calls=1)}
+        assert session.outcomes()[-1].uncached_first_tokens == prompt - 90
+
+
+@virtual
+async def test_calls_that_report_nothing_leave_the_cost_open() -> None:
+    """Nothing is guessed."""
+    async with make_runtime() as runtime:
+        reply = await converse(agent(Model(), runtime, small(FakeSummarizer(delay=0.1))), 12, pause=0.5)
+        (session,) = sessions(runtime, reply.context.stream)
+        assert session.outcomes() and all(c.usage is None for o in session.outcomes() for c in o.after)

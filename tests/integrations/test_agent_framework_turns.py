@@ -367,6 +367,26 @@ async def test_reported_usage_counts_what_messages_do_not_show(stream: bool) -> 
         assert raw + 90 <= line.branch.tokens <= raw + 110
 
 
+@STREAMS
+@virtual
+async def test_what_the_calls_around_a_commit_cost_is_known(stream: bool) -> None:
+    """The usage that the client reports stands in ``session.outcomes()``, with the time of each call."""
+    client = talker(usage=True, delay=0.5)
+    async with make_runtime() as runtime:
+        middleware = LookaheadMiddleware(runtime, small_policy(FakeSummarizer(delay=0.1)))
+        agent = agent_of(client, middleware)
+        session = agent.create_session()
+        for k in range(12):
+            await ask(agent, f"<{k}> question", session, stream=stream)
+            await settle(1)
+        (line,) = middleware.sessions(session)
+        outcomes = line.outcomes()
+        assert outcomes and outcomes[0].before and outcomes[0].after
+        for call in (c for o in outcomes for c in (*o.before, *o.after)):
+            assert call.usage is not None and call.usage.input_tokens > 100 and not call.usage.estimated
+            assert call.total_s >= 0.5 and (call.ttft_s is not None) == stream
+
+
 @virtual
 async def test_a_runtime_of_its_own_thread_serves_short_loops() -> None:
     """(The runtime's loop is another one than the run's.)"""

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from autogen_helpers import Client, H, Summarizer, chat, options, summaries
 from helpers import Events, make_runtime, settle, virtual
-from smoothctx import ConfigurationError
+from smoothctx import BreakEven, ConfigurationError, KStepOff, Prices, Speed
 from smoothctx_autogen import (
     LookaheadChatCompletionContext,
     LookaheadOptions,
@@ -212,6 +212,43 @@ def test_options_read_what_they_wrote() -> None:
         LookaheadOptions(keeps=("messages", 2))  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match="land_at"):
         LookaheadOptions(context_window=100, land_at=("fraction", 0.9)).policy(client_model(Client()))
+
+
+RULES = [
+    "hard_limit",
+    KStepOff(3),
+    BreakEven(),
+    BreakEven(Prices(3.0, 0.3, 15.0), turns=40, cached_share=0.5),
+    BreakEven(Speed(900.0, 20.0, attention_s=1e-6), output_tokens=200),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
+def test_commit_rules_and_idle_survive_a_component(rule: Any) -> None:
+    """Dumped to JSON and loaded: the same rule and seconds, in the policy as well."""
+    given = options(commit=rule, idle=2.5)
+    text = LookaheadChatCompletionContext(Summarizer(), options=given).dump_component().model_dump_json()
+    loaded = LookaheadChatCompletionContext.load_component(json.loads(text))
+    assert loaded.dump_component().model_dump_json() == text
+    assert LookaheadOptions.model_validate_json(given.model_dump_json()) == given
+    policy = LookaheadOptions.model_validate(json.loads(text)["config"]["options"]).policy(client_model(Client()))
+    assert policy.commit == rule and policy.idle == 2.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (5, "expected a word, KStepOff"),
+        ({"name": "Later"}, "name='Later': expected one of KStepOff, BreakEven"),
+        ({"name": "KStepOff", "k": 0}, "KStepOff\\(k\\)=0"),
+        ({"name": "KStepOff", "turns": 2}, "turns"),
+        ({"name": "Speed", "prefill_tokens_per_s": 1, "decode_tokens_per_s": 1}, "commit=Speed"),
+    ],
+)
+def test_wrong_rules_are_named(rule: Any, said: str) -> None:
+    """As configuration errors, in a mapping of options."""
+    with pytest.raises(ConfigurationError, match=said):
+        LookaheadChatCompletionContext(Summarizer(), options={"context_window": 4000, "commit": rule})
 
 
 def test_a_loaded_context_works_on_the_default_runtime() -> None:

@@ -35,7 +35,7 @@ from smoothctx.session import ForegroundCall, Session
 from smoothctx.states import Reason
 
 from .ag2_events import EventMessage, EventMessages, read, weave
-from .ag2_model import ConfigModel
+from .ag2_model import ConfigModel, usage_of
 from .checks import (
     RawTurns,
     check_engine,
@@ -236,6 +236,8 @@ class LookaheadMiddleware(BaseMiddleware):
             try:
                 async with session.foreground() as call, self._first_token(call, context):
                     response = await call_next(weave(view, messages) if rewritten else held, context)
+                    if not (used := usage_of(response)).estimated:
+                        call.report(used)
                 answered = [*messages, EventMessage(response)]
                 return response
             finally:

@@ -32,7 +32,7 @@ from smoothctx.tokens import MEDIA_TOKENS, MESSAGE_TOKENS, count_text
 
 _FENCE = OpenAIMessages()
 #: providers whose prompt count leaves out what was read from, or written to, the cache
-_UNCACHED = frozenset({"anthropic", "bedrock"})
+UNCACHED = frozenset({"anthropic", "bedrock"})
 # Tuples for isinstance: between event classes `|` makes a condition of AG2.
 _READ = (ModelRequest, ModelResponse, ToolResultsEvent, ToolResultEvent, CompactionSummary)
 
@@ -167,7 +167,7 @@ class EventMessages:
             return None
         usage = event.usage
         total = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
-        if event.provider in _UNCACHED:
+        if event.provider in UNCACHED:
             total += (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
         return int(total)
 

@@ -25,6 +25,7 @@ from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
+from .ag2_events import UNCACHED
 from .checks import check_text
 
 
@@ -65,17 +66,9 @@ class ConfigModel:
             response_schema=None,
             serializer=self._serializer,
         )
-        usage = response.usage
         return ModelReply(
             text=response.content or "",
-            usage=Usage(
-                input_tokens=int(usage.prompt_tokens or 0),
-                output_tokens=int(usage.completion_tokens or 0),
-                cached_tokens=None if usage.cache_read_input_tokens is None else int(usage.cache_read_input_tokens),
-                calls=1,
-            )
-            if usage
-            else Usage(calls=1, estimated=True),
+            usage=usage_of(response),
             finish_reason=response.finish_reason,
             tool_calls=bool(response.tool_calls),
         )
@@ -120,3 +113,24 @@ def _events(messages: list[dict[str, Any]]) -> Iterator[BaseEvent]:
             yield ModelResponse(ModelMessage(text) if text else None, tool_calls=ToolCallsEvent(calls))
     if results:
         yield ToolResultsEvent(results)
+
+
+def usage_of(response: Any) -> Usage:
+    """What the provider says that one response cost; estimated where it says nothing."""
+    usage = getattr(response, "usage", None)
+    if not usage:
+        return Usage(calls=1, estimated=True)
+    cached, prompt = _count(usage, "cache_read_input_tokens"), _count(usage, "prompt_tokens") or 0
+    if getattr(response, "provider", None) in UNCACHED:
+        prompt += (cached or 0) + (_count(usage, "cache_creation_input_tokens") or 0)
+    return Usage(
+        input_tokens=prompt,
+        output_tokens=_count(usage, "completion_tokens") or 0,
+        cached_tokens=cached,
+        calls=1,
+    )
+
+
+def _count(usage: Any, name: str) -> int | None:
+    value = getattr(usage, name, None)
+    return int(value) if isinstance(value, int | float) else None

@@ -94,7 +94,7 @@ class ChatClientModel:
             raise TransformError(f"client: expected a ChatResponse, got {type(reply).__name__}")
         return ModelReply(
             text=reply.text,
-            usage=_usage(reply.usage_details),
+            usage=usage_of(reply.usage_details),
             finish_reason=reply.finish_reason,
             tool_calls=any(c.type == "function_call" for m in reply.messages for c in m.contents),
         )
@@ -115,7 +115,8 @@ def _service(client: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}{f'@{address}' if address else ''}"
 
 
-def _usage(details: Mapping[str, Any] | None) -> Usage:
+def usage_of(details: Mapping[str, Any] | None) -> Usage:
+    """What a client says that one call cost; estimated where it says nothing."""
     if not details:
         return Usage(calls=1, estimated=True)
     cached = details.get("cache_read_input_token_count")

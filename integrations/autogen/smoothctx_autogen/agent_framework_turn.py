@@ -14,6 +14,7 @@ from smoothctx import Session
 from smoothctx.lines import Lines
 
 from .agent_framework_codec import AgentFrameworkMessages
+from .agent_framework_model import usage_of
 
 
 class Turn:
@@ -29,6 +30,7 @@ class Turn:
         self._over = False
         self._foreground: Any = None
         self._call: Any = None
+        self._first = False
 
     def enter(self, lines: Lines, bucket: str, messages: list[Message]) -> Session:
         """Take the session that these messages belong to."""
@@ -51,6 +53,7 @@ class Turn:
 
     def answered(self, response: ChatResponse[Any]) -> None:
         """The reply is there, with what the provider says it cost."""
+        self._cost(response.usage_details)
         reply = list(response.messages)
         if self._session is None or not reply:
             return
@@ -70,10 +73,18 @@ class Turn:
         dropped.atexit = False
 
     def _update(self, update: ChatResponseUpdate) -> ChatResponseUpdate:
-        if self._call is not None:
+        if self._call is not None and not self._first:
+            self._first = True
             self._call.first_token()
-            self._call = None
+        for content in update.contents or ():
+            if content.type == "usage":
+                self._cost(content.usage_details)
         return update
+
+    def _cost(self, details: Mapping[str, Any] | None) -> None:
+        """What the call cost, as far as it is known before it is over."""
+        if self._call is not None and details:
+            self._call.report(usage_of(details))
 
     def _result(self, response: ChatResponse[Any]) -> None:
         self.answered(response)

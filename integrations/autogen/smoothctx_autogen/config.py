@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
 from autogen_core import ComponentModel
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, WithJsonSchema
 
-from smoothctx import ConfigurationError, Finish, Immediate, KeepRecent, Policy, Salvage, Summarize
+from smoothctx import (
+    BreakEven,
+    ConfigurationError,
+    Finish,
+    Immediate,
+    KeepRecent,
+    KStepOff,
+    Policy,
+    Prices,
+    Salvage,
+    Speed,
+    Summarize,
+)
 
 #: ``("fraction" | "tokens" | "messages", n)``
 Size = tuple[Literal["fraction", "tokens", "messages"], int | float]
@@ -16,10 +29,59 @@ Size = tuple[Literal["fraction", "tokens", "messages"], int | float]
 _DISCARD = {"salvage": Salvage, "immediate": Immediate, "finish": Finish}
 
 
+_NAMED: dict[str, Any] = {"KStepOff": KStepOff, "BreakEven": BreakEven, "Speed": Speed, "Prices": Prices}
+
+
+def _write_rule(rule: Any) -> Any:
+    """A commit rule as plain values: its name, and its fields where it has some."""
+    if type(rule) not in _NAMED.values():
+        return rule
+    if isinstance(rule, BreakEven):  # not asdict, which would not name the rates
+        fields = {
+            "turns": rule.turns,
+            "output_tokens": rule.output_tokens,
+            "cached_share": rule.cached_share,
+            "rates": _write_rule(rule.rates),
+        }
+    else:
+        fields = asdict(rule)
+    return {"name": type(rule).__name__, **{name: value for name, value in fields.items() if value is not None}}
+
+
+def _read_rule(value: Any) -> Any:
+    """What :func:`_write_rule` wrote; a rule or a word as it is.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if not isinstance(value, Mapping):
+        if isinstance(value, str | KStepOff | BreakEven):
+            return value
+        raise ValueError("expected a word, KStepOff(k), BreakEven(...), or one of these as it is written")
+    fields = {name: _read_rule(v) if name == "rates" else v for name, v in value.items() if name != "name"}
+    made = _NAMED.get(str(value.get("name")))
+    if made is None:
+        raise ValueError(f"name={value.get('name')!r}: expected one of {', '.join(_NAMED)}")
+    try:
+        return made(**fields)
+    except (TypeError, ConfigurationError) as error:
+        raise ValueError(str(error)) from error
+
+
+#: a commit rule, which a component config holds as plain values
+Rule = Annotated[
+    str | KStepOff | BreakEven,
+    PlainValidator(_read_rule),
+    PlainSerializer(_write_rule),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+
+
 class LookaheadOptions(BaseModel):
     """When and how a context is summarised, as plain values: what a component config can hold.
 
     Every field is the option of the same name of ``smoothctx.Policy`` or ``smoothctx.Summarize``; two differ.
+    ``commit`` takes a rule too: ``KStepOff(4)``, or as it stands in a config, ``{"name": "KStepOff", "k": 4}``.
     ``layout`` is ``"standalone"``: the summariser gets a transcript, which every client takes, with or without tools
     and images, and the agent's system message is not part of the context anyway. ``fallback_keep`` is what
     ``KeepRecent`` keeps at the hard limit. Values are checked where the context is made (``ConfigurationError``).
@@ -32,12 +94,13 @@ class LookaheadOptions(BaseModel):
     hard_limit: Size = ("fraction", 0.85)
     land_at: Size = ("fraction", 0.40)
     reserved_tokens: int = 0
-    commit: str = "ready"
+    commit: Rule = "ready"
     overrun: str = "promote"
     max_wait: float = 30.0
     discard: Literal["salvage", "immediate", "finish"] = "salvage"
     min_savings: float = 0.30
     max_message_tokens: int | None = None
+    idle: float | None = None
     keep: Size = ("messages", 20)
     fallback_keep: Size = ("messages", 20)
     layout: str = "standalone"
@@ -78,6 +141,7 @@ class LookaheadOptions(BaseModel):
             discard=_DISCARD[self.discard](),
             min_savings=self.min_savings,
             max_message_tokens=self.max_message_tokens,
+            idle=self.idle,
         )
 
 

@@ -1,4 +1,4 @@
-"""The lane: the blocks of one session whose policy compacts them as they fill.
+"""Blockwise: the blocks of one session whose policy compacts them as they fill.
 
 Every filled block has a handle and a replacement of its own. Nothing is committed before the trigger; then all
 finished leading blocks go into the view at one boundary. What ``total_tokens`` does not allow waits until the oldest
@@ -15,7 +15,19 @@ from .blocks import Progress, leading, merge
 from .cuts import Run, fresh, kept_inside, plan, source_tokens
 from .handle import LookaheadHandle
 from .launch import Launcher
-from .pieces import Piece, Shown, block_of, neighbours, pieces_of, shown_of, summary_tokens
+from .pieces import (
+    Piece,
+    Shown,
+    Sizes,
+    block_of,
+    figures_of,
+    merged_sizes,
+    neighbours,
+    pieces_of,
+    shown_of,
+    summaries_of,
+    summary_tokens,
+)
 from .serving import Serving
 from .states import FINAL, WORKING, HandleState, Reason
 from .transforms.parallel import ParallelSummarize
@@ -41,7 +53,7 @@ class _Edited(Exception):
     """The caller edited the history in place: it has to be read again first."""
 
 
-class Lane:
+class Blockwise:
     """Prepares the blocks of one session and says which of them may be committed."""
 
     def __init__(
@@ -58,6 +70,7 @@ class Lane:
         self._applied: list[Applied] | None = None
         self._of_applied: list[Shown] = []
         self._tidied: list[Applied] | None = None  # what was applied when it was tidied last
+        self._told: tuple[int, list[Applied]] | None = None  # the boundary that was told last
         self._warmed = ""  # the artifact for whose view a preload was started last
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -219,10 +232,10 @@ class Lane:
 
     def _shares(self, runs: Sequence[tuple[int, int]]) -> list[int]:
         """Tokens that the summary of each of these blocks may have, all there are, oldest first."""
-        history = self._session.branch.history
         if self.transform.total_tokens is None:
             return [self.transform.block_cap] * len(runs)
-        return self.transform.shares([block_of(history, start, end) for start, end in runs])
+        history, sizes = self._session.branch.history, Sizes(self._session.branch)
+        return self.transform.shares([block_of(history, sizes, start, end) for start, end in runs])
 
     def _aim(self) -> int | None:
         """What the summaries may have together before the oldest are merged. Without ``total_tokens`` a part of where
@@ -235,7 +248,7 @@ class Lane:
 
     def _merge(self, messages: Sequence[Any], pieces: Sequence[Piece], drop: Drop) -> None:
         """Merge the oldest summaries before the next one is too much."""
-        total = self._aim()
+        total, branch = self._aim(), self._session.branch
         if total is None or self._merging is not None:
             return
         having = [p for p in pieces if p.progress in (Progress.COMMITTED, Progress.READY)]
@@ -248,17 +261,17 @@ class Lane:
             return
         group = neighbours(standing)
         shares = dict(zip((p.start for p in pieces), self._shares([(p.start, p.end) for p in pieces]), strict=True))
+        summaries = [summaries_of(branch, messages, piece) for piece in group]
         allotted = [shares[p.start] for p in group]
-        count = merge([(p.start, p.end, p.tokens) for p in group], allotted, total_tokens=total)
+        sizes = merged_sizes([p.tokens for p in group], summaries, allotted, total, self.transform.merged_tokens)
+        count = merge([p.tokens for p in group], sizes, total_tokens=total)
         while count is not None and count <= len(group):
             chosen = group[:count]
             start, stop = chosen[0].start, chosen[-1].end
             if not self._given_up(start, stop):
-                cap = min(self.transform.block_cap, sum(allotted[:count]), sum(p.tokens for p in chosen) // 2)
                 made = [p.handle.flight.artifact for p in chosen if p.handle is not None]
-                history = self._session.branch.history
-                run = Run(start, stop, kept_inside(history, start, stop))
-                self._merging = self._launch(messages, run, cap, [a for a in made if a is not None])
+                run = Run(start, stop, kept_inside(branch.history, start, stop))
+                self._merging = self._launch(messages, run, sizes[count - 2], [a for a in made if a is not None])
                 if self._merging.state is HandleState.READY:  # it was made before
                     self.ended(self._merging, None, drop)
                 elif self._merging.state in FINAL:
@@ -278,6 +291,8 @@ class Lane:
         session = self._session
         branch, policy = session.branch, session.policy
         reached = policy.lag is not None or policy.reached(branch.tokens + policy.reserved_tokens, branch.messages)
+        if at_limit:
+            self._tell(messages)
         if not self._handles or not (at_limit or (reached and policy.commit != "hard_limit")):
             return []
         self._tidy(drop)
@@ -299,6 +314,17 @@ class Lane:
         if accepts is not None and not all([accepts(handle, messages) for handle in chosen]):
             return []
         return chosen
+
+    def _tell(self, messages: Sequence[Any]) -> None:
+        """The hard limit is reached: how far the blocks have come by then, once for a boundary."""
+        session = self._session
+        boundary = (len(session.branch.history), session.branch.applied)
+        if self._told is not None and self._told[0] == boundary[0] and self._told[1] is boundary[1]:
+            return
+        self._told = boundary
+        found, rest = self.pieces(messages)
+        figures = figures_of(session.branch, found, rest)
+        self._runtime.events.emit("blocks.at_limit", session=session.id, tenant=session.tenant, **figures)
 
     def _chosen(self, messages: Sequence[Any], *, at_limit: bool = False) -> list[LookaheadHandle]:
         """The ready blocks that lead, as far as ``keep``, ``land_at`` and ``total_tokens`` let them."""
