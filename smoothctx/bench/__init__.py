@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import qa, volume
+from . import qa, ttft, volume
 
 
 def add_parser(commands: Any) -> None:
@@ -12,4 +12,5 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure what a rewrite costs, keeps and saves")
     kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     qa.add_parser(kinds)
+    ttft.add_parser(kinds)
     volume.add_parser(kinds)

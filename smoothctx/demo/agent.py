@@ -22,6 +22,7 @@ from ..session import Session
 from ..transforms import Summarize
 from ..usage import Counters
 from .chunks import Chunk
+from .inline import InLine
 
 MODES = ("inline", "lookahead")
 SYSTEM = "You read source files part by part and write a short note on each part."
@@ -81,21 +82,6 @@ class Run:
     counters: Counters = field(default_factory=Counters)
 
 
-class _InSlot:
-    """The embedded engine as an in-line summariser: it extends the agent's own slot, the better in-line layout."""
-
-    def __init__(self, engine: EmbeddedEngine, options: Mapping[str, Any]) -> None:
-        self._engine = engine
-        self._options = dict(options)
-        self.identity = engine.identity
-        self.context_window = engine.context_window
-
-    async def complete(
-        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **options: Any
-    ) -> Any:
-        return await self._engine.complete(messages, max_tokens=max_tokens, **{**options, **self._options})
-
-
 async def run(
     mode: str, engine: EmbeddedEngine, chunks: Sequence[Chunk], settings: Settings, on_turn: Callable[[Turn], None]
 ) -> Run:
@@ -113,7 +99,7 @@ async def run(
     async with Runtime(on_event=note) as runtime:
         if mode == "inline":
             own = {**fixed, "id_slot": 0, "cache_prompt": True}
-            session = runtime.session("reader", policy=settings.policy(mode, _InSlot(engine, own)))
+            session = runtime.session("reader", policy=settings.policy(mode, InLine(engine, own)))
         else:
             own = fixed
             session = runtime.session("reader", policy=settings.policy(mode, engine), engine=engine, request=fixed)

@@ -59,6 +59,7 @@ def as_json(runs: dict[str, Run], settings: Settings, *, quick: bool, machine: d
             "fallbacks": counters.fallbacks,
             "wasted_tokens": counters.wasted_tokens,
             "transform_tokens": counters.usage.total_tokens,
+            "cached_share": counters.cached_share,
             "preload_tokens": counters.preload_usage.input_tokens - (counters.preload_usage.cached_tokens or 0),
         },
         "excess_removed": excess_removed(runs),
@@ -137,6 +138,8 @@ def summary(data: dict[str, Any]) -> str:
         f"lookaheads: {la['started']} started, {la['committed']} committed, {la['stale']} stale, "
         f"{la['failed']} failed; {la['wasted_tokens']} tokens wasted",
     ]
+    if la["cached_share"] is not None:
+        lines.append(f"prompts of the summaries found in the cache, as reported: {la['cached_share']:.0%}")
     a, b = data["modes"]["inline"]["transform_turns"], data["modes"]["lookahead"]["transform_turns"]
     if not quick and a["p95_ms"] and b["p95_ms"]:
         lines.append(f"p95 of transform turns: {a['p95_ms'] / b['p95_ms']:.1f} times lower with lookahead")

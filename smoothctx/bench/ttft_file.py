@@ -1,0 +1,61 @@
+"""The file of ``bench ttft``: every measured cell, written whole as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+
+FORMAT = "smoothctx ttft 1"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What a run has left.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is not one of these.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file}: it cannot be read as a file of this benchmark ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), dict):
+        raise ConfigurationError(f"{file}: it is not a file of this benchmark")
+    return data
+
+
+def go_on(file: Path | None, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an interrupted run left, if it measured with the same settings; ``None`` where there is nothing yet.
+
+    Raises:
+        ConfigurationError: the file is of another measurement, or no such file at all.
+    """
+    if file is None or not file.exists():
+        return None
+    data = read(file)
+    there = {name: data.get(name) for name in about}
+    wanted = json.loads(json.dumps(about))
+    if there != wanted:
+        differ = [name for name in wanted if there[name] != wanted[name]]
+        detail = "; ".join(_difference(name, there[name], wanted[name]) for name in differ)
+        raise ConfigurationError(
+            f"--json {file}: it holds a measurement with other settings ({detail}); name another file, or remove it"
+        )
+    return data
+
+
+def _difference(name: str, there: Any, wanted: Any) -> str:
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        keys = [k for k in {**there, **wanted} if there.get(k) != wanted.get(k)]
+        return ", ".join(f"{k}: {there.get(k)!r} there, {wanted.get(k)!r} now" for k in keys)
+    return f"{name}: {there!r} there, {wanted!r} now"
+
+
+def write(file: Path, data: Mapping[str, Any]) -> None:
+    """All of it or nothing: an interruption leaves the file as it was."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,175 @@
+"""What ``bench ttft`` measures: settings, cells and their order, and the texts that each session reads."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..demo.agent import ASK
+from ..demo.chunks import Chunk, Count, chunks
+from ..errors import ConfigurationError, SmoothctxError
+
+STRATEGIES = ("summarise", "keep-recent", "offload", "isolate")
+#: the part with the engine saturated by foreground work: not a strategy, planned like one
+SATURATED = "saturated"
+MODES = ("inline", "lookahead")
+SATURATED_MODES = ("off", "lookahead")
+#: sessions of each strategy at each concurrency: at least 20 turns with a rewrite for every one of them
+DEFAULT_PLAN: Mapping[str, Mapping[int, int]] = {
+    "summarise": {1: 5, 2: 5},
+    "keep-recent": {1: 4},
+    "offload": {1: 4},
+    "isolate": {1: 3},
+}
+#: turns with a long tool output: the 9th, the 18th, the 27th
+LONG_EVERY = 9
+#: share of the time between two turns that the whole work of ``concurrency`` sessions is to take
+LOADS: Mapping[int, float] = {1: 0.7, 2: 0.85}
+HIGH_LOAD = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every cell of one file has in common. Sizes in tokens, times in seconds.
+
+    ``tool_s``: time between two turns; ``None``: by calibration, see ``tool_time``. ``isolate_every``: turns between
+    two hand-overs to a sub-agent. ``saturated_turn_tokens`` and ``saturated_rounds``: the size of a turn, and the
+    conversations that follow each other in one cell, where the engine is saturated.
+    """
+
+    turns: int = 28
+    turn_tokens: int = 625
+    reply_tokens: int = 24
+    summary_tokens: int = 128
+    window: int = 6144
+    long: int = 2
+    tool_s: float | None = None
+    isolate_every: int = 4
+    saturated_turn_tokens: int = 96
+    saturated_rounds: int = 4
+    preload: str | None = None
+
+    def check(self) -> None:
+        """Raises ``ConfigurationError`` for what cannot be measured."""
+        for name in ("turns", "turn_tokens", "reply_tokens", "summary_tokens", "long", "isolate_every"):
+            least = 2 if name in ("turns", "reply_tokens", "isolate_every") else 1
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {least}")
+        if self.tool_s is not None and not 0 <= self.tool_s < 3600:
+            raise ConfigurationError(f"--tool {self.tool_s}: expected seconds from 0 to 3600")
+        longest = self.long * self.turn_tokens + 2 * self.reply_tokens + self.summary_tokens
+        if self.window * 0.45 < longest:
+            raise ConfigurationError(
+                f"--window {self.window}: too small for turns of {self.turn_tokens} tokens, {self.long} times as many "
+                f"in the long ones; expected at least {int(longest / 0.45)}"
+            )
+
+    def long_turn(self, number: int) -> bool:
+        """Does this turn (from 1) bring a long tool output?"""
+        return number % LONG_EVERY == 0
+
+
+def window(strategy: str, settings: Settings) -> int:
+    """The policy's window. Stubs stay in the view for good: with the usual one there would soon be no room beside."""
+    return settings.window * 7 // 6 if strategy == "offload" else settings.window
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``concurrency`` sessions at once, in one mode."""
+
+    strategy: str
+    mode: str
+    concurrency: int
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.strategy}/{self.mode}/{self.concurrency}/{self.batch}"
+
+
+def read_plan(text: str) -> dict[str, dict[int, int]]:
+    """``"summarise:1:5,offload:1:3"``: sessions of each strategy at each concurrency.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    plan: dict[str, dict[int, int]] = {}
+    for part in text.split(","):
+        strategy, _, numbers = part.strip().partition(":")
+        given = numbers.split(":")
+        if strategy not in (*STRATEGIES, SATURATED) or len(given) != 2 or not all(n.isdecimal() for n in given):
+            raise ConfigurationError(
+                f"--plan: {part.strip()!r}: expected STRATEGY:CONCURRENCY:SESSIONS, the strategy one of "
+                f"{', '.join((*STRATEGIES, SATURATED))}"
+            )
+        concurrency, sessions = map(int, given)
+        if not (1 <= concurrency <= 64 and 1 <= sessions <= 10_000):
+            raise ConfigurationError(f"--plan: {part.strip()!r}: expected 1 to 64 at once, and at least 1 session")
+        plan.setdefault(strategy, {})[concurrency] = sessions
+    return plan
+
+
+def cells(plan: Mapping[str, Mapping[int, int]]) -> list[Cell]:
+    """Every cell in the order of measuring: a batch of everything before the next, the modes turn and turn about.
+
+    The machine's drift meets both modes alike, and what an interrupted run leaves is a whole in small.
+    """
+    found: list[Cell] = []
+    batches = {(s, c): -(-n // c) for s, levels in plan.items() for c, n in levels.items()}
+    for batch in range(max(batches.values(), default=0)):
+        for (strategy, concurrency), count in batches.items():
+            if batch < count:
+                modes = SATURATED_MODES if strategy == SATURATED else MODES
+                order = modes if batch % 2 == 0 else modes[::-1]
+                found += [Cell(strategy, mode, concurrency, batch) for mode in order]
+    return found
+
+
+def tool_time(settings: Settings, strategy: str, concurrency: int, prefill: float, decode: float) -> float:
+    """Seconds between two turns, so that ``concurrency`` sessions with all their rewrites load the engine as planned.
+
+    ``prefill`` and ``decode`` are its rates in tokens per second, of one request alone.
+    """
+    if settings.tool_s is not None:
+        return settings.tool_s
+    turn = settings.turn_tokens / prefill + settings.reply_tokens / decode
+    summary = settings.summary_tokens / decode if strategy == "summarise" else 0.0  # the others ask no model
+    rewrite = summary + 0.4 * window(strategy, settings) / prefill
+    every = 0.45 * settings.window / (settings.turn_tokens + settings.reply_tokens)
+    period = concurrency * (turn + rewrite / every) / LOADS.get(concurrency, HIGH_LOAD)
+    return round(max(0.5, period - turn), 1)
+
+
+async def pool(folder: Path, settings: Settings, count: Count, *, tokens: int | None = None) -> list[Chunk]:
+    """The chunks that all sessions read, each from another place on. The frame around a chunk counts as part of it.
+
+    Raises:
+        SmoothctxError: there is not enough readable text.
+    """
+    size = settings.turn_tokens if tokens is None else tokens
+    frame = await count(ASK.format(file="engines/example.py", text="")) + 8
+    needed = settings.turns + settings.turns // LONG_EVERY * (settings.long - 1)
+    found = await chunks(folder, turns=4 * needed, tokens=size - frame, count=count)
+    if len(found) < needed:
+        raise SmoothctxError(f"--path {folder}: not enough readable text there for {needed} parts of {size} tokens")
+    return found
+
+
+def texts(found: Sequence[Chunk], settings: Settings, number: int) -> Iterator[Chunk]:
+    """The text of one turn after the other for the session of this number; what comes later is not seen before."""
+    at = number * (settings.turns + 7) % len(found)
+    turn = 0
+    while True:
+        turn += 1
+        parts = [found[(at + k) % len(found)] for k in range(settings.long if settings.long_turn(turn) else 1)]
+        at += len(parts)
+        yield Chunk(parts[0].file, parts[0].part, "".join(p.text for p in parts), sum(p.tokens for p in parts))
+
+
+def session_name(cell: Cell, line: int) -> str:
+    """A name that no session had before, on this server either: its system prompt begins with it."""
+    return f"{secrets.token_hex(4)} {cell.key}/{line}"
