@@ -11,6 +11,7 @@ async with Runtime() as runtime:
 
 from __future__ import annotations
 
+from .admission import AdmitAll
 from .codec import Codec, OpenAIMessages, ToolCall
 from .economics import Expected, LatencyBound, Prices, Speed, latency_bound
 from .errors import (
@@ -63,6 +64,7 @@ from .view import Artifact, Edit, Replacement
 __version__ = "0.1.0"
 
 __all__ = (
+    "AdmitAll",
     "Artifact",
     "BranchInfo",
     "BreakEven",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from . import verdict
+from .blockwise import Blockwise
 from .choice import choose, losers
 from .conversation import Conversation
 from .cuts import plan, shown_tokens
@@ -16,14 +17,16 @@ from .handle import LookaheadHandle
 from .handles import Handles
 from .history import Change
 from .judging import Judging
-from .lane import Lane
 from .launch import Launcher
 from .rules import BreakEven
 from .serving import Serving
 from .shelf import Shelf
 from .states import FINAL, WORKING, HandleState, Reason
-from .trigger import Trigger, keep_of
+from .trigger import Trigger, expected_tokens, keep_of
 from .view import Artifact
+
+#: a turn waits for at most this many times what a result usually takes, and this many seconds at least
+WAIT_MARGIN, LEAST_WAIT_S = 4.0, 1.0
 
 
 @final
@@ -39,7 +42,7 @@ class Boundary:
         trigger: Trigger,
         launcher: Launcher,
         serving: Serving,
-        lane: Lane | None,
+        blockwise: Blockwise | None,
         judging: Judging | None,
     ) -> None:
         self._conversation = conversation
@@ -49,7 +52,7 @@ class Boundary:
         self._trigger = trigger
         self._launcher = launcher
         self._serving = serving
-        self._lane = lane
+        self._blockwise = blockwise
         self._judging = judging
         self._outgrown = False  # the last result was dropped because the tail had outgrown it
         # What the turns added, as they showed it, up to the message where the last one began.
@@ -106,6 +109,7 @@ class Boundary:
                 )
             if handle.state not in FINAL:
                 self._handles.committed(handle, None, how="ready", saved=0)
+                self._serving.handed_out(handle.flight)
             return list(handle.flight.opening)
         if artifact is None:
             raise HandleNotReady(f"lookahead {handle.id} has no result")
@@ -122,22 +126,31 @@ class Boundary:
                 f"lookahead {handle.id} does not fit these messages ({refusal}): the history up to message "
                 f"{artifact.replacement.end} is not the one it was made from, or ends there"
             )
-        if self._lane is not None and not self._lane.affordable([artifact], messages):
+        if self._blockwise is not None and not self._blockwise.affordable([artifact], messages):
             raise StaleHandle(
                 f"lookahead {handle.id} would take the summaries of the view over "
-                f"total_tokens={self._lane.transform.total_tokens}"
+                f"total_tokens={self._blockwise.transform.total_tokens}"
             )
         self.apply(handle, messages, how="ready", waited=0.0)
         return self._following.sent(messages)
 
     def patience(self, handle: LookaheadHandle) -> float:
-        """How long the turn may wait for this handle: at most ``max_wait``, nothing when it cannot make it, or when an
-        earlier turn has waited for it in vain."""
+        """How long the turn may wait for this handle: at most ``max_wait``, and no longer than results are predicted to
+        take, with a margin. Nothing when it cannot make it, or when an earlier turn has waited for it in vain."""
         if any(h.waited_out and h.session is handle.session for h in (handle, *handle.flight.handles)):
             return 0.0
         max_wait = self._conversation.policy.max_wait
-        remaining = handle.flight.remaining_s(self._conversation.forecast.work.value)
-        return 0.0 if remaining is not None and remaining > max_wait else max_wait
+        flight, usual = handle.flight, self._conversation.forecast.write.value
+        if usual is None:
+            tokens = flight.plan.source_tokens
+            usual = self._serving.write_s(flight.plan.transform, expected_tokens(flight.plan.transform, tokens), tokens)
+        remaining = flight.remaining_s(usual)
+        if usual is None or remaining is None:
+            return max_wait
+        if remaining > max_wait:
+            return 0.0
+        spent = usual - remaining  # of the usual time: one that is overdue gets as much again as the margin allows
+        return min(max_wait, max(LEAST_WAIT_S, WAIT_MARGIN * usual - spent))
 
     def apply(self, handle: LookaheadHandle, messages: Sequence[Any], *, how: str, waited: float) -> None:
         """Make a result part of the view."""
@@ -214,7 +227,7 @@ class Boundary:
     def _take_prepared(self, messages: Sequence[Any], change: Change | None) -> None:
         """What an earlier process had ready is this one's lookahead: of those that fit, what reaches furthest."""
         shelf, branch, transform = self._shelf, self._conversation.branch, self._conversation.policy.transform
-        if self._lane is not None:  # it finds its blocks on the shelf
+        if self._blockwise is not None:  # it finds its blocks on the shelf
             shelf.arrived.clear()
             self._trigger.consider(messages, change)
             return
@@ -238,9 +251,9 @@ class Boundary:
         self, messages: Sequence[Any], *, at_limit: bool, how: str = "ready", waited: float = 0.0
     ) -> None:
         handles, lags = self._handles.all(), self._conversation.policy.lag is not None
-        if self._lane is not None:
+        if self._blockwise is not None:
             accepts = None if self._judging is None or at_limit else self._judging.accepts
-            chosen = self._lane.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
+            chosen = self._blockwise.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
             if at_limit or self._blocks_pay(chosen, messages):
                 for handle in chosen:
                     self.apply(handle, messages, how=how, waited=waited)
@@ -254,7 +267,7 @@ class Boundary:
             refusal = self._conversation.branch.refusal(artifact)
             if refusal is not None:
                 self._handles.drop(handle, refusal)
-            elif self._lane is not None and not self._lane.affordable([artifact], messages):
+            elif self._blockwise is not None and not self._blockwise.affordable([artifact], messages):
                 continue
             elif at_limit or handle.explicit or (self._pays(handle, messages) and self._faithful(handle, messages)):
                 self.apply(handle, messages, how=how, waited=waited)
@@ -349,7 +362,7 @@ class Boundary:
             )
             if run is None:
                 continue
-            artifact = self._launcher.removal(run, messages)
+            artifact = self._launcher.local.removal(run, messages)
             if branch.refusal(artifact) is not None:
                 continue
             weighed = branch.weigh(artifact, messages)
@@ -381,7 +394,7 @@ class Boundary:
                 continue
             if any(e.start <= i < e.end and (e.end - e.start > 1 or not e.messages) for e in branch.edits):
                 continue  # it is not in the view
-            artifact = self._launcher.entry(messages[i], i)
+            artifact = self._launcher.local.entry(messages[i], i)
             if artifact is not None and branch.refusal(artifact) is None:
                 branch.apply(artifact, messages)
                 self._shelf.commit(artifact)

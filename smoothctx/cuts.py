@@ -11,12 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+from .codec import Codec
 from .history import History
 from .policy import Policy
 from .segments import Segment
-from .transforms.base import Size
-from .view import Edit
+from .transforms.base import Size, TransformRequest
+from .view import Edit, Unit, project, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +177,25 @@ class _KeptCost:
         if self._start <= user < end:
             tokens, messages = tokens + self._history.span(user, user + 1), messages + 1
         return tokens, messages
+
+
+def request_for(
+    messages: Sequence[Any], run: Run, codec: Codec, *, edits: Sequence[Edit], before: Sequence[Edit], **more: Any
+) -> tuple[list[Unit], TransformRequest]:
+    """What a transform is asked about a run, and the pieces that the run is made of.
+
+    ``edits`` are those with which the run is read, ``before`` those of the messages before it; ``more`` are the other
+    fields of the request.
+    """
+    pieces = units(messages, edits, run.start, run.end)
+    whole = [m for u in pieces for m in u.messages]
+    shown = [m for u in pieces if not (u.edit is None and u.start in run.kept) for m in u.messages]
+    request = TransformRequest(
+        messages=shown,
+        shown=whole if len(whole) != len(shown) else None,
+        before=project(messages[: run.start], [e for e in before if e.end <= run.start and e.start < run.start]),
+        codec=codec,
+        earlier_summary=next((t for t in map(codec.summary_text, shown) if t is not None), None),
+        **more,
+    )
+    return pieces, request

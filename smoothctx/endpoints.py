@@ -3,11 +3,16 @@
 Calls beyond the limit wait: those that a turn waits for first, then fairly between tenants and between the sessions of
 one tenant (whoever has the fewest calls in flight, then whoever was served longest ago). The queue is bounded too: what
 does not fit ends as ``queue_full``. All of it happens on the runtime's loop; nothing is held over a call but its place.
+
+The limit adapts. An overloaded server (429, 5xx) halves it, once for all the calls that were in flight together; so
+does, on a hosted API, a call that ended while the foreground's first tokens came late. Each success raises it a little,
+up to what was configured. While a server has asked us to stay away (``Retry-After``) nobody is given a place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,14 +20,42 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import TransformError
+from .errors import EngineOverloaded, TransformError
+from .foreground import Foreground
+
+#: seconds: a call waits that long at most for an endpoint that asked us to stay away; no such wish counts for longer
+REST_WAIT_S, MAX_REST_S = 60.0, 3600.0
+#: endpoints whose lower limit is remembered while nobody uses them
+MAX_REMEMBERED = 256
 
 
 class EndpointFull(TransformError):
-    """Too many calls wait for this endpoint. It says nothing against the transform."""
+    """Too many calls wait for this endpoint, or it rests too long. It says nothing against the transform."""
 
     breaker_neutral = True
     retryable = False
+
+
+def overload(error: BaseException) -> float | None:
+    """Seconds that a server asks us to stay away with this error, 0 if it does not say; ``None``: it is no overload.
+
+    Model clients of others show the status and the headers of an answer under the names that are looked for here.
+    """
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    if not isinstance(error, EngineOverloaded) and status not in (429, 503, 529):
+        return None
+    asked: Any = getattr(error, "retry_after_s", None)
+    if asked is None:
+        try:
+            asked = float(error.response.headers.get("retry-after"))  # type: ignore[attr-defined]
+        except (AttributeError, TypeError, ValueError):
+            return 0.0
+    known = isinstance(asked, int | float) and 0 < asked < math.inf
+    return min(MAX_REST_S, float(asked)) if known else 0.0
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +66,16 @@ class _Waiter:
 
 
 class Endpoint:
-    """The lane of one endpoint: at most ``limit`` calls in flight and ``max_waiting`` that wait."""
+    """The lane of one endpoint: at most ``limit`` calls in flight, ``ceiling`` in good times, and ``max_waiting`` that
+    wait."""
 
-    def __init__(self, limit: int, max_waiting: int) -> None:
-        self.limit = limit
+    def __init__(self, ceiling: int, max_waiting: int) -> None:
+        self.ceiling = ceiling
         self.max_waiting = max_waiting
         self.in_flight = 0
+        self._limit = float(ceiling)
+        self._cut_at = self._rests_until = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
         self._waiting: OrderedDict[str, OrderedDict[str, deque[_Waiter]]] = OrderedDict()
         self._count = 0
         self._running: Counter[Hashable] = Counter()
@@ -48,33 +85,72 @@ class Endpoint:
         """Calls that wait."""
         return self._count
 
+    @property
+    def limit(self) -> int:
+        """Calls that may be in flight now."""
+        return max(1, int(self._limit))
+
+    @property
+    def rests_s(self) -> float:
+        """Seconds for which the endpoint has asked us to stay away."""
+        return max(0.0, self._rests_until - asyncio.get_running_loop().time())
+
+    @property
+    def adapted(self) -> bool:
+        """Does it serve less than in good times?"""
+        return self._limit < self.ceiling or self.rests_s > 0
+
     @asynccontextmanager
-    async def place(self, tenant: str, session: str, urgent: Callable[[], bool]) -> AsyncGenerator[None]:
-        """A place among the calls in flight.
+    async def place(
+        self, tenant: str, session: str, urgent: Callable[[], bool], slower: Callable[[], bool] = _never
+    ) -> AsyncGenerator[None]:
+        """A place among the calls in flight. ``slower()``: the foreground's first tokens come late.
 
         Raises:
-            EndpointFull: too many wait already.
+            EndpointFull: too many wait already, or it rests for long.
         """
-        if self.in_flight < self.limit and not self._count:
+        if self.in_flight < self.limit and not self._count and not self.rests_s:
             self._enter(tenant, session)
         else:
             await self._wait(tenant, session, urgent)
+        began = asyncio.get_running_loop().time()
         try:
             yield
+        except Exception as error:
+            asked = overload(error)
+            if asked is not None:
+                self._cut(began, asked)
+            raise
+        else:
+            if slower():
+                self._cut(began)
+            elif self._limit < self.ceiling:
+                self._limit = min(self.ceiling, self._limit + 1 / self._limit)
         finally:
             self._leave(tenant, session)
+
+    def _cut(self, began: float, rest_s: float = 0.0) -> None:
+        """Half as many from now on; what was in flight then already says nothing more."""
+        now = asyncio.get_running_loop().time()
+        self._rests_until = max(self._rests_until, now + rest_s) if rest_s else self._rests_until
+        if began >= self._cut_at:
+            self._limit, self._cut_at = max(1.0, self._limit / 2), now
 
     async def _wait(self, tenant: str, session: str, urgent: Callable[[], bool]) -> None:
         if self._count >= self.max_waiting:
             raise EndpointFull(f"{self._count} calls wait for this endpoint already")
+        if self.rests_s > REST_WAIT_S:
+            raise EndpointFull(f"this endpoint has asked for {self.rests_s:.0f} s without calls")
         waiter = _Waiter(asyncio.get_running_loop().create_future(), urgent)
         self._waiting.setdefault(tenant, OrderedDict()).setdefault(session, deque()).append(waiter)
         self._count += 1
+        self._set_timer()
         try:
             await waiter.turn
         except asyncio.CancelledError:
             if waiter.queued:
                 self._remove(tenant, session, waiter)
+                self._set_timer()
             elif not waiter.turn.cancelled():
                 self._leave(tenant, session)  # it was given a place at the same moment
             raise
@@ -90,12 +166,25 @@ class Endpoint:
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
-        while self.in_flight < self.limit and self._count:
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.in_flight < self.limit and self._count and not self.rests_s:
             tenant, session, waiter = self._next()
             self._remove(tenant, session, waiter)
             if not waiter.turn.cancelled():  # else it is about to notice
                 self._enter(tenant, session)
                 waiter.turn.set_result(None)
+
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Look again when the endpoint has rested, if anybody waits for that."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._count and self.rests_s:
+            self._timer = asyncio.get_running_loop().call_later(self.rests_s, self._fill)
 
     def _next(self) -> tuple[str, str, _Waiter]:
         for tenant, sessions in self._waiting.items():
@@ -139,14 +228,33 @@ class Endpoints:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def in_flight(self, engine: Any) -> int:
+        """Calls of ours to this engine."""
+        lane = self._lanes.get(getattr(engine, "identity", None))
+        return 0 if lane is None else lane.in_flight
+
+    def rests(self, engine: Any) -> float:
+        """Seconds for which this engine's server has asked us to stay away."""
+        lane = self._lanes.get(getattr(engine, "identity", None))
+        return 0.0 if lane is None else lane.rests_s
+
     @asynccontextmanager
     async def place(
-        self, model: Any, identity: str | None, tenant: str, session: str, urgent: Callable[[], bool]
+        self,
+        model: Any,
+        identity: str | None,
+        tenant: str,
+        session: str,
+        urgent: Callable[[], bool],
+        slower: Callable[[], bool] = _never,
     ) -> AsyncGenerator[None]:
         """A place for one call to this model. Without an identity the object itself is the endpoint.
 
+        ``slower()``: the foreground's first tokens come late. It counts on hosted APIs; on servers of one's own
+        admission sees to it.
+
         Raises:
-            EndpointFull: too many wait already.
+            EndpointFull: too many wait already, or it rests for long.
         """
         key: Hashable = identity if identity is not None else id(model)
         lane = self._lanes.get(key)
@@ -154,33 +262,66 @@ class Endpoints:
             own = getattr(model, "max_in_flight", None)
             limit = own if isinstance(own, int) and not isinstance(own, bool) and own > 0 else self._concurrency
             lane = self._lanes[key] = Endpoint(limit, self._max_waiting)
+        known = getattr(model, "capabilities", None)
+        hosted = known is None or known.flavour == "hosted"
         try:
-            async with lane.place(tenant, session, urgent):
+            async with lane.place(tenant, session, urgent, slower if hosted else _never):
                 yield
         finally:
-            if not lane.in_flight and not lane.waiting and self._lanes.get(key) is lane:
-                del self._lanes[key]
+            self._tidy(key, lane)
+
+    def _tidy(self, key: Hashable, lane: Endpoint) -> None:
+        """Forget a lane that nobody uses, unless it has learned something: of those the latest are kept."""
+        if lane.in_flight or lane.waiting or self._lanes.get(key) is not lane:
+            return
+        del self._lanes[key]
+        if lane.adapted and isinstance(key, str):  # another object may get the number of one that is gone
+            self._lanes[key] = lane
+            idle = [k for k, known in self._lanes.items() if not known.in_flight and not known.waiting]
+            for old in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
+                del self._lanes[old]
 
 
 @dataclass(frozen=True, slots=True)
-class _Caller:
+class Caller:
+    """For whom a transform's model calls are made.
+
+    ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb.
+    """
+
     endpoints: Endpoints
     tenant: str
     session: str
     urgent: Callable[[], bool]
+    foreground: Foreground | None
+
+    def slower(self) -> bool:
+        """Do the foreground's first tokens come late?"""
+        return self.foreground is not None and bool(self.foreground.seen().slower)
 
 
-_caller: ContextVar[_Caller | None] = ContextVar("smoothctx_endpoint_caller", default=None)
+_caller: ContextVar[Caller | None] = ContextVar("smoothctx_endpoint_caller", default=None)
 
 
 @contextmanager
-def calling(endpoints: Endpoints, tenant: str, session: str, urgent: Callable[[], bool]) -> Iterator[None]:
+def calling(
+    endpoints: Endpoints,
+    tenant: str,
+    session: str,
+    urgent: Callable[[], bool],
+    foreground: Foreground | None = None,
+) -> Iterator[None]:
     """Calls of models inside are made for this session, through these endpoints."""
-    token = _caller.set(_Caller(endpoints, tenant, session, urgent))
+    token = _caller.set(Caller(endpoints, tenant, session, urgent, foreground))
     try:
         yield
     finally:
         _caller.reset(token)
+
+
+def caller() -> Caller | None:
+    """For whom the running code calls models; ``None`` outside any runtime."""
+    return _caller.get()
 
 
 @asynccontextmanager
@@ -190,9 +331,9 @@ async def endpoint(model: Any, identity: str | None) -> AsyncGenerator[None]:
     Raises:
         EndpointFull: too many wait already.
     """
-    caller = _caller.get()
-    if caller is None:
+    who = caller()
+    if who is None:
         yield
         return
-    async with caller.endpoints.place(model, identity, caller.tenant, caller.session, caller.urgent):
+    async with who.endpoints.place(model, identity, who.tenant, who.session, who.urgent, who.slower):
         yield

@@ -45,9 +45,10 @@ def _kwargs(_logger: Any, _method: str, event: Mapping[str, Any]) -> Mapping[str
     return {"msg": line(event["event"], fields), "extra": fields}
 
 
-logging.getLogger("smoothctx").addHandler(logging.NullHandler())
+_logger = logging.getLogger("smoothctx")
+_logger.addHandler(logging.NullHandler())
 _log: Any = structlog.wrap_logger(
-    logging.getLogger("smoothctx"),
+    _logger,
     processors=[structlog.stdlib.filter_by_level, _kwargs],
     wrapper_class=structlog.stdlib.BoundLogger,
 )
@@ -64,9 +65,17 @@ class Event:
 
     - ``lookahead.started``, ``lookahead.running``, ``lookahead.ready``, ``lookahead.promoted``,
       ``lookahead.committed``, ``lookahead.discarded`` (with ``reason``), ``lookahead.failed`` (with ``error``)
+      (``lookahead.ready`` has ``warm``, and ``cached_share`` of the prompts behind it, ``None`` where unreported)
     - ``lookahead.judged`` (with ``score``, ``missed``, ``faithful``), ``lookahead.unjudged`` (``why``): a judge's;
       ``speculation.default`` (with ``why``): the first candidate was used, since the choice was of no use
+    - ``session.opened`` (``transform``, its ``locality`` and ``discard`` are the policy's; ``engine``: URL and model)
+    - ``ttft``: at ``first_token()`` inside ``session.foreground()`` (``ttft_s`` since the call began; ``rewritten``: it
+      is the first call since the view was rewritten; ``waited_s``, what its turn waited for us before)
     - ``view.committed`` (a receipt), ``view.salvaged``, ``view.rebased`` (rewrite mode), ``view.oversized``
+    - ``admission.deferred``, ``admission.skipped`` (with ``work``, ``why`` and the figures behind it): once per work and
+      reason
+    - ``blocks.at_limit``: how far the blocks of ``ParallelSummarize`` have come when the hard limit is reached
+      (``committed``, ``ready``, ``unfinished``, ``failed``, ``unfinished_tokens``, ``filling_tokens``, ``view_tokens``)
     - ``fallback.applied``, ``message.offloaded``, ``nothing_to_rewrite`` (with ``why``)
     - ``usage`` (of one background job), ``preload`` (what the engine reported)
     - ``message.unreadable``, ``source.degraded``, ``store.error``, ``error`` (an internal one; the turn goes on)
@@ -88,17 +97,22 @@ class EventSink:
         self._on_event = on_event
         self._clock = clock
 
+    @property
+    def heard(self) -> bool:
+        """Does anybody listen to what is no error and no warning?"""
+        return self._on_event is not None or _logger.isEnabledFor(logging.DEBUG)
+
     def emit(self, name: str, *, session: str = "", tenant: str = "", **data: Any) -> None:
         """Say that something happened. Never raises."""
-        event = Event(name=name, time=self._clock(), session=session, tenant=tenant, data=data)
+        level = "error" if name in _ERRORS else "warning" if name in _WARNINGS else "debug"
         try:
-            level = "error" if name in _ERRORS else "warning" if name in _WARNINGS else "debug"
-            getattr(_log, level)(name, session=session, tenant=tenant, **data)
+            if level != "debug" or _logger.isEnabledFor(logging.DEBUG):
+                getattr(_log, level)(name, session=session, tenant=tenant, **data)
         except Exception:  # a broken log handler is the application's business, never the turn's
             pass
         if self._on_event is not None:
             try:
-                self._on_event(event)
+                self._on_event(Event(name=name, time=self._clock(), session=session, tenant=tenant, data=data))
             except Exception:
                 logging.getLogger("smoothctx").warning("on_event raised for %s", name, exc_info=True)
 

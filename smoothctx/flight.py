@@ -17,6 +17,7 @@ import anyio
 from .codec import Codec
 from .endpoints import EndpointFull, Endpoints, calling
 from .errors import InvalidOutput, MessageError, StoreError, TransformError
+from .foreground import Foreground
 from .states import Reason
 from .store import Store
 from .transforms.base import Rewrite, Transform, TransformRequest, fingerprint
@@ -98,12 +99,17 @@ class Flight:
     save: Callable[[Artifact], None] | None = None
     preload: Callable[[Artifact], Awaitable[bool]] | None = None
     endpoints: Endpoints | None = None
+    #: what it loads, if that is known, and whose turns it may disturb there
+    engine: Any = None
+    foreground: Foreground | None = None
     handles: list[LookaheadHandle] = field(default_factory=list)
     work: Work | None = None
     artifact: Artifact | None = None
     opening: tuple[Any, ...] | None = None
     usage: Usage = Usage()
     started_at: float | None = None
+    #: when its result was there; what comes after is preload
+    arrived_at: float | None = None
     ended_at: float | None = None
     ended: bool = False
     reason: Reason | None = None
@@ -131,6 +137,8 @@ class Flight:
             self.artifact = self._artifact(request, rewrite)
             if self.save is not None:  # before anybody can commit it: what an index names has to be there
                 self.save(self.artifact)
+        self.arrived_at = self.clock()
+        self.settled()
         for handle in list(self.handles):
             handle.arrived()
         if self.preload is not None:
@@ -138,11 +146,24 @@ class Flight:
             self.artifact = replace(self.artifact, warm=warm)
         return self.artifact
 
+    def hurry(self) -> None:
+        """A turn waits for its result: until that is there, other background work keeps out of its way as out of a
+        turn's."""
+        if self.foreground is not None and self.artifact is None and not self.ended:
+            self.foreground.begin(id(self))
+            if self.artifact is not None or self.ended:  # just now, on the runtime's loop
+                self.settled()
+
+    def settled(self) -> None:
+        """The result is there, or never comes."""
+        if self.foreground is not None:
+            self.foreground.end(id(self))
+
     def _calling(self) -> AbstractContextManager[None]:
         """Whose model calls these are, for the lanes of the endpoints."""
         if self.endpoints is None:
             return nullcontext()
-        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self._urgent)
+        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self._urgent, self.foreground)
 
     def _urgent(self) -> bool:
         return any(handle.promoted for handle in list(self.handles))
@@ -155,6 +176,11 @@ class Flight:
     def busy_s(self) -> float:
         """Seconds from start to end, on the runtime's clock."""
         return (self.ended_at or 0.0) - (self.started_at or 0.0)
+
+    @property
+    def write_s(self) -> float:
+        """Seconds from start to result, without the preload after it."""
+        return (self.arrived_at or 0.0) - (self.started_at or 0.0)
 
     def remaining_s(self, usual: float | None) -> float | None:
         """Seconds of work expected to be left, given the usual duration; ``None`` while unknown."""

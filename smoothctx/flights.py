@@ -57,6 +57,9 @@ class Flights:
                     session=session.id,
                     child=session.parent is not None,
                     due=due,
+                    engine=flight.engine,
+                    foreground=flight.foreground,
+                    usual_s=usual_s,
                     timeout_s=None,
                     patience_s=None if usual_s is None else max(LEAST_STRAY_S, STRAY_TIMES * usual_s),
                     name=f"lookahead:{flight.plan.transform.name}:{session.id}",
@@ -104,8 +107,9 @@ class Flights:
             self.wasted(flight, reason)
 
     def promote(self, flight: Flight) -> None:
-        """Move a flight to the front of the queue."""
+        """Move a flight to the front of the queue, and other background work out of its way."""
         if flight.work is not None:
+            flight.hurry()
             self._pool.promote(flight.work)
 
     def wasted(self, flight: Flight, reason: Reason) -> None:
@@ -118,6 +122,8 @@ class Flights:
 
     def _started(self, flight: Flight) -> None:
         flight.started_at = self._now()
+        if flight.foreground is not None:
+            flight.foreground.work_began()
         for handle in list(flight.handles):
             handle.move(HandleState.RUNNING)
             self._events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
@@ -134,6 +140,9 @@ class Flights:
             flight.ended, flight.reason, flight.error = True, reason, error
             self._unlist(flight)
             handles = list(flight.handles)
+        flight.settled()
+        if flight.foreground is not None and flight.started_at is not None:
+            flight.foreground.work_ended()
         self._tally.spent(flight.usage)
         if flight.usage.calls:
             self._events.emit(

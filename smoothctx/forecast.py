@@ -26,13 +26,14 @@ class Average:
 class Forecast:
     """What a session has seen of itself. Times in seconds of the runtime's clock, sizes in tokens."""
 
-    __slots__ = ("_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work")
+    __slots__ = ("_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work", "write")
 
     def __init__(self) -> None:
         self.growth = Average()  # tokens per turn
         self.idle = Average()  # seconds between the end of a turn and the start of the next
         self.turn = Average()  # seconds from boundary to boundary
         self.work = Average()  # seconds of background work per lookahead, preload included
+        self.write = Average()  # seconds of it until the result is there
         self._boundary_at: float | None = None
         self._boundary_tokens = 0
         self._idle_since: float | None = None

@@ -8,19 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
 
+from .demand import Busy, Demand, Latency
+
 T = TypeVar("T")
+
+#: a first token counts as late from this many times what it takes on a calm engine, and this many seconds more
+GROWTH, GROWTH_S = 1.5, 0.1
 
 
 @dataclass(slots=True)
 class _Open:
     since: float
+    owner: Hashable
     decoding: bool = False
+    #: nothing else was in flight beside it, background work included
+    alone: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a foreground is like now: users with a turn in flight, background works, the last seconds, TTFT."""
+
+    in_flight: int = 0
+    working: int = 0
+    busy: Busy = Busy()
+    latency: Latency | None = None
+
+    @property
+    def slower(self) -> bool | None:
+        """Do first tokens take clearly longer than on a calm engine? ``None`` while unknown."""
+        if self.latency is None:
+            return None
+        return self.latency.now_s > max(GROWTH * self.latency.calm_s, self.latency.calm_s + GROWTH_S)
 
 
 class Foreground:
@@ -30,14 +56,27 @@ class Foreground:
         self._clock = clock
         self._lease_s = lease_s
         self._open: dict[Hashable, _Open] = {}
+        self._owners: Counter[Hashable] = Counter()
+        self._working = 0
+        self._demand = Demand()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
         self._lock = threading.Lock()
 
-    def begin(self, who: Hashable) -> None:
-        """A turn or call of ``who`` is due: background prefill stays away from now on."""
+    def begin(self, who: Hashable, owner: Hashable = None) -> None:
+        """A turn or call of ``who`` is due: background prefill stays away from now on.
+
+        ``owner``: whose it is; a turn and the call in it count as one user of the engine.
+        """
         with self._lock:
-            self._open[who] = _Open(self._clock())
-            self._wake()
+            self._close(who)
+            mine = who if owner is None else owner
+            others = len(self._owners) - (mine in self._owners)
+            if others == 1:  # with more of them none was alone before
+                for other in self._open.values():
+                    other.alone = False
+            self._open[who] = _Open(self._clock(), mine, alone=not others and not self._working)
+            self._owners[mine] += 1
+            self._changed()
 
     def first_token(self, who: Hashable) -> None:
         """Its prefill is over; it decodes."""
@@ -49,13 +88,56 @@ class Foreground:
     def end(self, who: Hashable) -> None:
         """The call or turn is over."""
         with self._lock:
-            self._open.pop(who, None)
-            self._wake()
+            self._close(who)
+            self._changed()
+
+    def answered(self, who: Hashable, ttft_s: float, new_tokens: int | None) -> None:
+        """The call ``who``, which is still open, had its first token after so long; ``new_tokens``: of its prompt
+        those that were not cached, where known."""
+        with self._lock:
+            if (call := self._open.get(who)) is not None:
+                self._demand.answered(self._clock(), ttft_s, new_tokens=new_tokens, calm=call.alone)
+
+    def work_began(self) -> None:
+        """Background work of ours runs on the engine."""
+        with self._lock:
+            self._working += 1
+            for call in self._open.values():
+                call.alone = False
+
+    def work_ended(self) -> None:
+        """It runs no longer."""
+        with self._lock:
+            self._working -= 1
+
+    def seen(self) -> Seen:
+        """What it is like now."""
+        with self._lock:
+            self._live()  # a lease may have run out
+            now = self._clock()
+            self._demand.changed(now, len(self._owners))
+            return Seen(
+                in_flight=len(self._owners),
+                working=self._working,
+                busy=self._demand.busy(now),
+                latency=self._demand.latency(now),
+            )
 
     def poke(self) -> None:
         """Let everybody who waits ask again."""
         with self._lock:
             self._wake()
+
+    def _close(self, who: Hashable) -> None:
+        closed = self._open.pop(who, None)
+        if closed is not None:
+            self._owners[closed.owner] -= 1
+            if not self._owners[closed.owner]:
+                del self._owners[closed.owner]
+
+    def _changed(self) -> None:
+        self._demand.changed(self._clock(), len(self._owners))
+        self._wake()
 
     def _wake(self) -> None:
         for loop, callback in self._waiters:
@@ -67,7 +149,7 @@ class Foreground:
     def _live(self) -> list[_Open]:
         limit = self._clock() - self._lease_s
         for who in [w for w, o in self._open.items() if o.since <= limit]:
-            del self._open[who]
+            self._close(who)
         return list(self._open.values())
 
     @property

@@ -149,7 +149,9 @@ class LookaheadHandle:
             HandleNotReady: without a result (look at ``state`` and ``reason``).
             StaleHandle: when the result does not fit ``messages`` any more.
         """
-        if self._state is not HandleState.READY and self._state is not HandleState.COMMITTED:
+        # An opening replaces nothing: it may be taken while its preload still goes on.
+        early = self._state is HandleState.RUNNING and self._flight.opening is not None
+        if not early and self._state is not HandleState.READY and self._state is not HandleState.COMMITTED:
             why = f" ({self._reason})" if self._reason else ""
             raise HandleNotReady(f"lookahead {self.id} is {self._state}{why}: only a ready one can be committed")
         return self._session.commit_handle(self, messages)

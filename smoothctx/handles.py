@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from .blockwise import Blockwise
 from .conversation import Conversation
 from .flight import Flight
 from .handle import LookaheadHandle
-from .lane import Lane
 from .receipts import Receipt
 from .serving import Serving
 from .states import FINAL, HandleState, Reason
@@ -21,20 +21,20 @@ MAX_EXPLICIT = 64
 class Handles:
     """Holds a session's handles until they are final. Changed under the session's lock only.
 
-    ``lane`` holds those of blocks, where the policy's transform works in blocks.
+    ``blockwise`` holds those of blocks, where the policy's transform works in blocks.
     """
 
     def __init__(
         self,
         conversation: Conversation,
         serving: Serving,
-        lane: Lane | None,
+        blockwise: Blockwise | None,
         dropped: Callable[[LookaheadHandle, Reason], None],
     ) -> None:
         self._dropped = dropped
         self._conversation = conversation
         self._serving = serving
-        self._lane = lane
+        self._blockwise = blockwise
         #: the lookahead of the present branch, as it was last started
         self.live: LookaheadHandle | None = None
         self.explicit: list[LookaheadHandle] = []
@@ -44,8 +44,8 @@ class Handles:
     @property
     def lookaheads(self) -> list[LookaheadHandle]:
         """The live ones of the present branch: at most one, or one per block, oldest first."""
-        if self._lane is not None:
-            return self._lane.handles
+        if self._blockwise is not None:
+            return self._blockwise.handles
         return [self.live] if self.live is not None and self.live.state not in FINAL else []
 
     @property
@@ -96,19 +96,21 @@ class Handles:
             transform=handle.transform.name,
             tokens=flight.artifact.tokens,
             warm=flight.artifact.warm,
+            cached_share=flight.usage.cached_share,
         )
         if flight.started_at is not None:
             self._conversation.forecast.work.add(flight.busy_s)
+            self._conversation.forecast.write.add(flight.write_s)
         if handle in self.finishing:
             self.drop(handle, Reason.BRANCH_DIVERGED)  # its artifact is held in case the branch comes back
-        elif self._lane is not None and self._lane.holds(handle):
-            self._lane.ended(handle, None, self.drop)
+        elif self._blockwise is not None and self._blockwise.holds(handle):
+            self._blockwise.ended(handle, None, self.drop)
 
     def failed(self, handle: LookaheadHandle, reason: Reason, error: Exception | None) -> None:
         """Its flight has ended without a result."""
         conversation, runtime = self._conversation, self._conversation.runtime
-        if self._lane is not None and self._lane.holds(handle):
-            self._lane.ended(handle, reason, self.drop)
+        if self._blockwise is not None and self._blockwise.holds(handle):
+            self._blockwise.ended(handle, reason, self.drop)
         failed = reason in (Reason.FAILED, Reason.TIMEOUT, Reason.INVALID_OUTPUT)
         moved = handle.move(HandleState.FAILED if failed else HandleState.DISCARDED, reason, error)
         if moved and failed:
@@ -132,8 +134,8 @@ class Handles:
     def _forget(self, handle: LookaheadHandle) -> None:
         if self.live is handle:
             self.live = None
-        if self._lane is not None:
-            self._lane.forget(handle)
+        if self._blockwise is not None:
+            self._blockwise.forget(handle)
         for handles in (self.explicit, self.finishing):
             if handle in handles:
                 handles.remove(handle)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
+from .blockwise import Blockwise
 from .conversation import Conversation
 from .handle import LookaheadHandle
 from .handles import Handles
 from .judge import MAX_MISSED_CHARS, Evidence, TrajectoryJudge, Verdict, text_of
-from .lane import Lane
 from .shelf import Shelf
 from .states import FINAL, HandleState, Reason
 from .trigger import Trigger
@@ -59,7 +59,7 @@ class Judging:
         handles: Handles,
         shelf: Shelf,
         trigger: Trigger,
-        lane: Lane | None,
+        blockwise: Blockwise | None,
         lock: threading.RLock,
     ) -> None:
         self._session = session
@@ -68,7 +68,7 @@ class Judging:
         self._handles = handles
         self._shelf = shelf
         self._trigger = trigger
-        self._lane = lane
+        self._blockwise = blockwise
         self._lock = lock
         self._cases: dict[LookaheadHandle, Case] = {}
         # what could not be read: it is used unjudged
@@ -83,7 +83,7 @@ class Judging:
     def look(self, messages: Sequence[Any]) -> None:
         """The history grew: a ready result may have to be judged by what is new."""
         self._cases = {h: c for h, c in self._cases.items() if h.state not in FINAL}
-        live = None if self._lane is not None else self._handles.lookahead  # a lane's blocks wait for their trigger
+        live = None if self._blockwise is not None else self._handles.lookahead  # blocks wait for their trigger
         if live is not None and live.state is HandleState.READY and live.artifact is not None:
             self._examined(live, live.artifact, messages)
 
@@ -216,8 +216,8 @@ class Judging:
         del self._cases[handle]
         if plan.request.missed is not None:
             self._missed.pop(plan.start_digest, None)
-            if self._lane is not None:
-                self._lane.give_up(handle)
+            if self._blockwise is not None:
+                self._blockwise.give_up(handle)
             else:
                 self._trigger.not_smaller(handle)
         else:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from .archive import Archive
-from .cuts import Run, kept_inside, safe_end, source_tokens
+from .cuts import Run, kept_inside, request_for, safe_end, source_tokens
 from .errors import ConfigurationError, StoreError
 from .flight import Flight, Plan, dump_artifact, load_artifact
 from .handle import LookaheadHandle
+from .local import LocalRewrites, offload_of
 from .serving import Serving
 from .states import HandleState
 from .transforms import named_transforms
-from .transforms.base import Transform, TransformRequest, fingerprint
-from .transforms.facts import message_pins
+from .transforms.base import Transform, fingerprint
 from .transforms.isolate import Isolate
-from .transforms.offload import Offload, offload_results, retrieve
+from .transforms.offload import retrieve
 from .transforms.speculate import check_future
 from .transforms.validators import default_validators
-from .view import Artifact, Edit, Replacement, project, units
+from .view import Artifact, Edit
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -38,10 +38,8 @@ RETRIEVE_WAIT = 30.0
 UNREADABLE = "error: the offloaded content cannot be read right now"
 #: seconds that reading what another process left may take in the background
 RECOVERY_S = 300.0
-#: tokens of an offloaded entry's preview
-PREVIEW_TOKENS = 64
-#: artifacts that a session's index in the store names
-INDEX_SIZE = 16
+#: artifacts that a session's index in the store names: as many as its shelf holds
+INDEX_SIZE = 64
 
 
 class _Written:
@@ -63,6 +61,7 @@ class Launcher:
         self._session = session
         self._serving = serving
         self._archive = archive
+        self.local = LocalRewrites(runtime, session)
         self._index: list[str] = []
         self._index_known = False  # it has been read: what is written of it from now on loses nothing
 
@@ -169,6 +168,9 @@ class Launcher:
             return handle
         if flight is None:
             plan = self._plan(key, messages, transform, run, opening, cap, readable)
+            burden = self._serving.burden(transform, preload_kv)
+            if opening:  # it is made at once, without a model; its preload keeps out of the way by itself
+                burden["engine"] = None
             flight = Flight(
                 plan=plan,
                 tenant=session.tenant,
@@ -178,8 +180,11 @@ class Launcher:
                 endpoints=runtime.endpoints,
                 raw=self._archive.loader(transform, run),
                 save=None if opening else self.save,
+                **burden,
             )
-            if not opening and self._serving.preloads(preload_kv):
+            if self._serving.preloads(preload_kv) and opening:
+                flight.preload = lambda artifact, own=flight: self._serving.preload_opening(own)
+            elif self._serving.preloads(preload_kv):
                 flight.preload = lambda artifact, own=flight: self._serving.preload(own, artifact)
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
@@ -202,17 +207,12 @@ class Launcher:
         history = branch.history
         source = getattr(transform, "source", "view")
         edits = () if source != "view" else branch.readable if readable is None else readable
-        pieces = units(messages, edits, run.start, run.end)
-        shown = [m for u in pieces if not (u.edit is None and u.start in run.kept) for m in u.messages]
-        earlier = next((t for t in map(codec.summary_text, shown) if t is not None), None)
-        whole = [m for u in pieces for m in u.messages]
-        before = project(messages[: run.start], [e for e in branch.edits if e.end <= run.start and e.start < run.start])
-        request = TransformRequest(
-            messages=shown,
-            shown=whole if len(whole) != len(shown) else None,
-            before=before,
-            codec=codec,
-            earlier_summary=earlier,
+        pieces, request = request_for(
+            messages,
+            run,
+            codec,
+            edits=edits,
+            before=branch.edits,
             pins=session.pins,
             live_tasks=session.tasks,
             deadline=runtime.now() + policy.timeout,
@@ -247,77 +247,10 @@ class Launcher:
             opening=opening,
         )
 
-    def removal(self, run: Run, messages: Sequence[Any]) -> Artifact:
-        """A local artifact that removes a run (the fallback): it needs no model and cannot fail.
-
-        Texts that were pinned with ``session.pin`` and would stand nowhere any more come as a note in its place.
-        """
-        session = self._session
-        bare = self._removal(run, ())
-        if not session.pins or session.branch.refusal(bare) is not None:
-            return bare
-        view = session.branch.preview(bare, messages[: len(session.branch.history)])
-        carried = {*message_pins(view, session.codec)}
-        texts = [session.codec.text(m) for m in view]
-        lost = [p for p in session.pins if p not in carried and not any(p in t for t in texts)]
-        return self._removal(run, lost) if lost else bare
-
-    def _removal(self, run: Run, pins: Sequence[str]) -> Artifact:
-        history = self._session.branch.history
-        edits: list[Edit] = []
-        if pins:
-            note = (self._session.codec.user("\n".join(f"<pin>{p}</pin>" for p in pins)),)
-            edits.append(Edit(start=run.start, end=run.start, messages=note, tokens=history.count(note)))
-        position = run.start
-        for index in [*sorted(run.kept), run.end]:
-            if index > position:
-                edits.append(Edit(start=position, end=index, messages=(), tokens=0))
-            position = index + 1
-        return self._local(
-            "keep_recent", run.start, run.end, tuple(edits), history.chain[run.start], history.chain[run.end]
-        )
-
-    def entry(self, message: Any, index: int) -> Artifact | None:
-        """What is oversized among a message's results as a local offload; its content goes to the store in the
-        background."""
-        session = self._session
-        limit = session.policy.max_message_tokens or 0
-        own = self.offload()
-        made = offload_results(
-            message,
-            session.codec,
-            max_tokens=limit,
-            preview_tokens=min(PREVIEW_TOKENS, limit // 2),
-            redact=own.redact if own is not None else None,
-            pins=session.pins,
-        )
-        if made is None:
-            return None
-        stub, contents = made
-        history = session.branch.history
-        edit = Edit(start=index, end=index + 1, messages=(stub,), tokens=history.count([stub]))
-        for content_id, content in contents:
-            self._runtime.write(session.tenant, content_id, content)
-            self._runtime.events.emit(
-                "message.offloaded",
-                session=session.id,
-                tenant=session.tenant,
-                index=index,
-                id=content_id,
-                bytes=len(content),
-            )
-        return self._local("offload", index, index + 1, (edit,), history.chain[index], history.chain[index + 1])
-
-    def offload(self) -> Offload | None:
-        """The policy's own ``Offload``, alone or in a chain."""
-        transform = self._session.policy.transform
-        members = getattr(transform, "transforms", (transform,))
-        return next((m for m in members if isinstance(m, Offload)), None)
-
     @property
     def keeps_content(self) -> bool:
         """Is what is offloaded kept in a store that the caller gave, rather than in this process's memory?"""
-        own = self.offload()
+        own = offload_of(self._session.policy.transform)
         return self._runtime.shares_artifacts or (own is not None and own.store is not None)
 
     async def page(self, pages: list[str], id: str, offset: int, limit: int) -> None:
@@ -327,35 +260,12 @@ class Launcher:
 
     async def _retrieve(self, id: str, offset: int, limit: int) -> str:
         """From the ``Offload``'s own store if it has one, else from the runtime's."""
-        own, tenant = self.offload(), self._session.tenant
+        own, tenant = offload_of(self._session.policy.transform), self._session.tenant
         if own is not None and own.store is not None:
             found = await own.retrieve(id, offset, limit, tenant=tenant)
             if not found.startswith("error: no offloaded content"):
                 return found
         return await retrieve(_Written(self._runtime), id, offset, limit, tenant=tenant)
-
-    def _local(
-        self, name: str, start: int, end: int, edits: tuple[Edit, ...], start_digest: bytes, end_digest: bytes
-    ) -> Artifact:
-        codec = self._session.codec
-        key = fingerprint(
-            name,
-            {
-                "start": start_digest.hex(),
-                "end": end_digest.hex(),
-                "edits": [[e.start, e.end] for e in edits],
-                "notes": [codec.text(m) for e in edits if e.start == e.end for m in e.messages],
-            },
-        )
-        return Artifact(
-            key=key,
-            transform=name,
-            replacement=Replacement(
-                start=start, end=end, start_digest=start_digest, end_digest=end_digest, edits=edits
-            ),
-            created=self._runtime.now(),
-            tokens=sum(e.tokens for e in edits),
-        )
 
     # -- the store -------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,11 @@ class Outcomes:
         """A call begins; what is returned is given back with it."""
         return self._commits[-1] if self._commits else None
 
+    @staticmethod
+    def rewrite(mark: object) -> Receipt | None:
+        """The commit behind the call with this mark, if the call is the first one since."""
+        return mark.receipt if isinstance(mark, _Commit) and not mark.after else None
+
     def ended(self, mark: object, call: ForegroundSeen) -> None:
         """A call has ended that began when :meth:`began` gave this mark."""
         newest = self._commits[-1] if self._commits else None

@@ -30,6 +30,7 @@ from .retry import RetryBudget
 from .scheduler import Cancel, Close, Defer, Drop, Finish, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
 from .states import Reason
 from .work import (
+    MAX_DEFER_S,
     Admission as Admission,
     Outcome as Outcome,
     PoolStatistics as PoolStatistics,
@@ -91,7 +92,7 @@ class TaskPool:
         retry_budget: RetryBudget | None = None,
         rng: random.Random | None = None,
         starvation_s: float = 30.0,
-        max_defer_s: float = 60.0,
+        max_defer_s: float = MAX_DEFER_S,
         child_share: float = 0.5,
         stray_s: float = math.inf,
     ) -> None:
@@ -321,7 +322,7 @@ class TaskPool:
     def _promote(self, work: Work, _: Reason) -> None:
         entry = self._by_work.get(work)
         if entry is not None:
-            entry.promoted = True
+            entry.promoted = work.promoted = True
             self._step(Promote(now=self._now(), job_id=entry.id))
 
     def _cancel(self, work: Work, reason: Reason) -> None:

@@ -37,3 +37,8 @@ class Receipt:
     def saved_tokens(self) -> int:
         """Tokens that the view shrank by."""
         return self.tokens_before - self.tokens_after
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the background work's prompts that the server reported as cached; ``None`` where it said nothing."""
+        return self.usage.cached_share

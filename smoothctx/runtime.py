@@ -17,6 +17,7 @@ from typing import Any, TypeVar, final
 import anyio
 from anyio.from_thread import start_blocking_portal
 
+from .admission import LoadAdmission
 from .codec import Codec, OpenAIMessages, check_codec
 from .endpoints import Endpoints
 from .errors import ClosedError, ConfigurationError, PolicyConflict
@@ -26,6 +27,7 @@ from .flights import STRAY_S, Flights
 from .foreground import Foreground
 from .policy import Policy
 from .pool import TaskPool, Work
+from .probing import Probing, engine_name
 from .session import Session
 from .states import Reason
 from .store import Store, check_store
@@ -48,7 +50,8 @@ class Runtime:
     Args:
         store: where artifacts and offloaded content are kept; by default in memory, bounded.
         executor: where transforms run; by default on this runtime's loop.
-        admission: asked before each lookahead: ``async decide(work) -> "run" | "defer" | "skip"``.
+        admission: asked before each lookahead: ``async decide(work) -> "run" | "defer" | "skip"``. By default by the
+            load of the engine, see :mod:`smoothctx.admission`; ``AdmitAll()`` switches it off.
         concurrency: lookaheads that run at once. One that takes far longer than usual (60 s where that is unknown)
             gives its slot to one that waits, and goes on; ``concurrency`` at most do so at the same time.
         max_pending: lookaheads that wait at most; more are discarded as ``queue_full``.
@@ -115,7 +118,7 @@ class Runtime:
             concurrency=concurrency,
             max_pending=max_pending,
             clock=self.now,
-            admission=admission,
+            admission=admission if admission is not None else LoadAdmission(self.now, self.events, self.endpoints),
             stray_s=STRAY_S,
             on_error=lambda error, where: self.events.error(error, where=where),
         )
@@ -123,6 +126,7 @@ class Runtime:
         self.flights = Flights(self._pool, self.events, self.tally, self.now)
         self._foregrounds: weakref.WeakKeyDictionary[Any, Foreground] = weakref.WeakKeyDictionary()
         self._foreground = Foreground(self.now)  # of sessions without an engine
+        self._probing = Probing(self.events, self.background)
         self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._writer = Writer(self.store, self._pool, self.events)
@@ -211,7 +215,8 @@ class Runtime:
             policy: what it does with its context; another one for an open session is an error.
             codec: how messages are read; OpenAI-style dicts by default.
             parent: the session whose sub-agent this is: its lookaheads draw on a smaller budget.
-            engine: the agent's own engine, to preload the view that a commit will produce.
+            engine: the agent's own engine, to preload the view that a commit will produce. One that can be probed and
+                was not is, in the background; a llama.cpp server's slots are used by sessions opened after that.
             request: the constant part of the agent's request (tools, template options, salt).
 
         Raises:
@@ -258,6 +263,17 @@ class Runtime:
             self._sessions[key] = session
         for old, reason in crowded_out:  # outside the lock: a session takes ours under its own
             old.close_now(reason)
+        if self.events.heard:
+            self.events.emit(
+                "session.opened",
+                session=session_id,
+                tenant=tenant,
+                discard=repr(policy.discard),
+                transform=policy.transform.name,
+                locality=str(policy.transform.locality),
+                engine=engine_name(engine),
+            )
+        self._probing.begin(session)
         return session
 
     def wrap(
@@ -333,9 +349,18 @@ class Runtime:
     # -- small background work -------------------------------------------------------------------------------------
 
     def background(
-        self, name: str, run: Callable[[], Awaitable[Any]], session: Session, never: Callable[[], None]
+        self,
+        name: str,
+        run: Callable[[], Awaitable[Any]],
+        session: Session,
+        never: Callable[[], None],
+        *,
+        engine: Any = None,
     ) -> None:
-        """Run something small at lookahead priority; ``never`` is called if it could not be run."""
+        """Run something small at lookahead priority; ``never`` is called if it could not be run.
+
+        ``engine`` is what it loads, if anything.
+        """
         self._pool.submit(
             Work(
                 key=name,
@@ -345,6 +370,8 @@ class Runtime:
                 due=None,
                 timeout_s=600.0,
                 name=name,
+                engine=engine,
+                foreground=None if engine is None else self.foreground(engine),
                 run=run,
                 on_start=lambda: None,
                 on_done=lambda outcome: never() if outcome.reason is not None else None,

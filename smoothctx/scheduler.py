@@ -11,22 +11,25 @@ A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
                  |                      +-- runs far too long: a stray (``state.strays``), its slot is free at once
                  +-> Drop (queue_full, admission_denied, shutdown, a Cancel's reason) -> gone
 
-While fewer than ``concurrency`` jobs run, the next one is, in this order of rules:
+While fewer than ``concurrency`` jobs run, the next one starts; a promoted one also while fewer than ``concurrency``
+*promoted* jobs run, whatever else does: a turn waits for it, and must not wait for what only looks ahead. The next one
+is, in this order of rules:
 
 1. Jobs that were deferred wait until their time; promoting one ends that.
 2. Promoted jobs, in the order of their promotion. They know no budget and no fairness: a turn waits for them.
 3. Sub-agents' budget: a tenant's sub-agents that already hold ``child_slots`` slots come after every other job
    that could start (so nothing idles for it). A starved job (rule 5) is exempt.
 4. Fair between tenants: the tenant with the fewest running jobs, then the one whose last start is longest ago.
-5. Within a tenant: starved jobs (waiting longer than ``starvation_s``) first, the oldest of them first; then the
-   earliest due (none: last); then first in, first out.
+5. Within a tenant: starved jobs without a due time (waiting longer than ``starvation_s``) first, the oldest of them
+   first; then the earliest due (none: last); then first in, first out.
 
 A job that hangs does not hold its slot for ever: one that runs longer than its ``patience_s`` (default ``stray_s``)
 while another one could start becomes a *stray*. It goes on, and counts as running in rule 4, but holds no slot. There
-are at most ``concurrency`` strays, so at most twice that many jobs run; beyond it a job keeps its slot.
+are at most ``concurrency`` strays; beyond it a job keeps its slot. So at most three times that many jobs run.
 
-The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only; and a tenant that
-waits is served in turn, whatever the others have queued. So a flood of one tenant starves nobody else.
+The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only. One with a due time
+needs no such rule: jobs that come after that time are due later than it. And a tenant that waits is served in turn,
+whatever the others have queued. So a flood of one tenant starves nobody else.
 """
 
 from __future__ import annotations
@@ -274,13 +277,13 @@ def _defer(state: State, event: Defer) -> list[Effect]:
 def _fill(state: State, now: float) -> list[Effect]:
     """Start jobs while there are slots for them, or running ones that have had theirs for too long."""
     started: list[Effect] = []
-    while len(state.running) < state.concurrency or _overdue(state, now) is not None:
-        job = _next(state, now)
-        if job is None:
-            break
-        stray = _overdue(state, now) if len(state.running) >= state.concurrency else None
-        if stray is not None:
-            state.strays[stray.id] = state.running.pop(stray.id)
+    while (job := _next(state, now)) is not None:
+        if not _room(state, job):
+            leaving = _overdue(state)
+            if not leaving or leaving[-1].stray_at > now:
+                break
+            for stray in leaving:
+                state.strays[stray.id] = state.running.pop(stray.id)
         del state.queue[job.id]
         patience = state.stray_s if job.patience_s is None else job.patience_s
         state.running[job.id] = replace(job, stray_at=now + patience)
@@ -292,12 +295,21 @@ def _fill(state: State, now: float) -> list[Effect]:
     return started
 
 
-def _overdue(state: State, now: float) -> Job | None:
-    """The running job that has held its slot too long for the longest time, if it may run without one."""
-    if len(state.strays) >= state.concurrency:
-        return None
-    first = min(state.running.values(), key=lambda job: job.stray_at, default=None)
-    return first if first is not None and first.stray_at <= now else None
+def _room(state: State, job: Job) -> bool:
+    """May it start beside what runs?"""
+    if len(state.running) < state.concurrency:
+        return True
+    promoted = sum(other.lane is Lane.PROMOTED for other in state.running.values())
+    return job.lane is Lane.PROMOTED and promoted < state.concurrency
+
+
+def _overdue(state: State) -> list[Job]:
+    """The running jobs that have to go on without a slot for another one to get one, those first whose time is up
+    first; none where that would be too many strays."""
+    needed = len(state.running) - state.concurrency + 1
+    if len(state.strays) + needed > state.concurrency:
+        return []
+    return sorted(state.running.values(), key=lambda job: job.stray_at)[:needed]
 
 
 def _next(state: State, now: float) -> Job | None:
@@ -316,7 +328,7 @@ def _next(state: State, now: float) -> Job | None:
 
     def rank(job: Job) -> tuple[float, ...]:
         running = sum(other.tenant == job.tenant for jobs in (state.running, state.strays) for other in jobs.values())
-        late = starved(job)
+        late = job.due is None and starved(job)
         wanted = job.queued_at if late else math.inf if job.due is None else job.due
         return running, state.served.get(job.tenant, 0), not late, wanted, job.order
 
@@ -345,7 +357,8 @@ def _wake(state: State) -> list[Effect]:
         return []
     at = min(job.not_before for job in state.queue.values())
     if len(state.running) >= state.concurrency:
-        at = max(at, min(job.stray_at for job in state.running.values()))
-        if at == math.inf or len(state.strays) >= state.concurrency:
+        leaving = _overdue(state)
+        if not leaving or leaving[-1].stray_at == math.inf:
             return []
+        at = max(at, leaving[-1].stray_at)
     return [Wake(at)]

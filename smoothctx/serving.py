@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .codec import openai_messages
 from .flight import Flight
 from .handle import LookaheadHandle
+from .openings import Openings
 from .states import HandleState
 from .transforms.base import Transform
+from .usage import Usage
 from .view import Artifact
 
 if TYPE_CHECKING:
     from .engines.binding import EngineBinding
+    from .engines.preload import PreloadReport
     from .runtime import Runtime
     from .session import Session
 
@@ -30,6 +33,8 @@ class Serving:
         self._foreground = runtime.foreground(session.engine)
         bind = getattr(session.engine, "bind", None)
         self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
+        #: what the session's sub-agents will send first
+        self.openings = Openings(session)
         self._latest: list[Any] = []
         self._rewarming = False
         self._preloading = ""  # the artifact whose view the engine is warming, or has warmed
@@ -51,12 +56,28 @@ class Serving:
 
     def begin(self, who: object) -> None:
         """A turn or a call is due."""
-        self._foreground.begin(who)
+        self._foreground.begin(who, self)
 
     def first_token(self, who: object, turn: object) -> None:
         """The first token of a call, and so of its turn, is there."""
         self._foreground.first_token(who)
         self._foreground.first_token(turn)
+
+    def burden(self, transform: Transform, preload_kv: bool | None) -> dict[str, Any]:
+        """Which engine a lookahead loads, where that is known, and whose turns it may disturb there."""
+        own = self._session.engine
+        engine = next((e for e in map(_engine, _members(transform)) if e is not None), None)
+        if engine is None and self.preloads(preload_kv):
+            engine = own
+        if engine is not own:
+            return {"engine": engine, "foreground": None if engine is None else self._runtime.foreground(engine)}
+        return {"engine": engine, "foreground": self._foreground}
+
+    def answered(self, who: object, ttft_s: float, usage: Usage | None) -> None:
+        """What was seen of a call that is about to end."""
+        cached = None if usage is None else usage.cached_tokens
+        new = None if usage is None or cached is None else max(0, usage.input_tokens - cached)
+        self._foreground.answered(who, ttft_s, new)
 
     def poke(self) -> None:
         """Background work that waits for the foreground asks again whether it still has to."""
@@ -68,8 +89,15 @@ class Serving:
 
     def work_s(self, output_tokens: int, prompt_tokens: int) -> float | None:
         """Seconds to write a result and to preload its view, at the rates that the engine has shown."""
+        return self._seconds(output_tokens, prompt_tokens) if self.preloads(None) else None
+
+    def write_s(self, transform: Transform, output_tokens: int, prompt_tokens: int) -> float | None:
+        """Seconds for a result that the agent's own engine writes, at the rates that it has shown."""
+        return self._seconds(output_tokens, prompt_tokens) if _uses(transform, self._session.engine) else None
+
+    def _seconds(self, output_tokens: int, prompt_tokens: int) -> float | None:
         rates = getattr(self._session.engine, "rates", None)
-        if rates is None or not rates.prefill or not rates.decode or not self.preloads(None):
+        if rates is None or not rates.prefill or not rates.decode:
             return None
         return float(output_tokens / rates.decode + prompt_tokens / rates.prefill)
 
@@ -118,16 +146,48 @@ class Serving:
         except Exception as error:  # a cold commit is slower, never wrong
             self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
             return False
+        return self._reported(report)
+
+    async def preload_opening(self, flight: Flight) -> bool:
+        """Warm the engine's cache with a sub-agent's opening. Is all of it warm?"""
+        if (binding := self._binding) is None:
+            return False
+        try:
+            report = await self.openings.warm(flight, binding.opening, self._foreground)
+        except Exception as error:  # a cold sub-agent is slower, never wrong
+            session = self._session
+            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
+            return False
+        return report is not None and self._reported(report, opening=True)
+
+    def _reported(self, report: PreloadReport, **more: Any) -> bool:
         self._runtime.tally.preloaded(report.usage)
         self._runtime.events.emit(
             "preload",
-            session=session.id,
-            tenant=session.tenant,
+            session=self._session.id,
+            tenant=self._session.tenant,
             complete=report.complete,
             tokens=report.tokens,
             requests=report.requests,
+            **more,
         )
         return bool(report.complete)
+
+    def handed_out(self, flight: Flight) -> None:
+        """The caller has a sub-agent's opening."""
+        self._ask("offer", lambda: self.openings.handed_out(flight), None)
+        self._foreground.poke()
+
+    def begun(self, digests: Sequence[bytes]) -> None:
+        """This session's first history has these chain digests: if it begins as its parent has prepared it, its calls
+        go where that is warm."""
+        parent, binding = self._session.parent, self._binding
+        if parent is None or binding is None or parent.engine is not self._session.engine:
+            return
+        opening = parent.openings.claim(digests)
+        if opening is not None:
+            self._ask("take_over", lambda: binding.take_over(opening), None)
+            self._ask("close", opening.close, None)
 
     def follow(self, messages: Sequence[Any]) -> None:
         """These are the latest messages: what a preload warms."""
@@ -152,7 +212,8 @@ class Serving:
             def never() -> None:
                 self._rewarming = False
 
-            self._runtime.background(f"preload:{self._session.id}", again, self._session, never)
+            engine = self._session.engine
+            self._runtime.background(f"preload:{self._session.id}", again, self._session, never, engine=engine)
 
     @property
     def warming(self) -> bool:
@@ -173,6 +234,7 @@ class Serving:
     def discarded(self, *keys: str) -> None:
         """If one of these artifacts was preloaded (or its summary was being written), its slot is free again."""
         binding = self._binding
+        self._ask("close", lambda: self.openings.discarded(*keys), None)
         if binding is not None and self._preloading in ("", *keys) and not self._session.working():
             self._preloading = ""
             self._ask("discarded", binding.discarded, None)
@@ -180,11 +242,20 @@ class Serving:
 
     def close(self) -> None:
         """Give the engine's slots back."""
+        self._ask("close", self.openings.close, None)
         if self._binding is not None:
             self._ask("close", self._binding.close, None)
         self._latest = []
 
 
 def _uses(transform: Transform, engine: Any) -> bool:
-    members = getattr(transform, "transforms", (transform,))
-    return any(getattr(m, "engine", None) is engine for m in members)
+    return any(_engine(m) is engine for m in _members(transform))
+
+
+def _members(transform: Transform) -> Sequence[Any]:
+    members: Sequence[Any] = getattr(transform, "transforms", (transform,))
+    return members
+
+
+def _engine(member: Any) -> Any:
+    return getattr(member, "engine", None)

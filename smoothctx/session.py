@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from .archive import Archive
+from .blockwise import Blockwise
 from .boundary import Boundary
 from .branch import Branch
 from .choice import choose
@@ -27,8 +28,8 @@ from .handle import LookaheadHandle
 from .handles import Handles
 from .judge import TrajectoryJudge
 from .judging import Judging
-from .lane import Lane
 from .launch import RETRIEVE_WAIT, UNREADABLE, Launcher
+from .openings import Openings
 from .outcomes import CommitOutcome, ForegroundSeen
 from .policy import Policy
 from .receipts import Receipt
@@ -105,13 +106,13 @@ class Session:
         self._archive = Archive(runtime, self)
         self._launcher = Launcher(runtime, self, self._serving, self._archive)
         blocks = policy.transform
-        self._lane = (
-            Lane(runtime, self, self._launcher, self._serving, blocks)
+        self._blockwise = (
+            Blockwise(runtime, self, self._launcher, self._serving, blocks)
             if isinstance(blocks, ParallelSummarize)
             else None
         )
-        self._handles = Handles(self._conversation, self._serving, self._lane, self._dropped)
-        self._shelf = Shelf(self._conversation, self._lane)
+        self._handles = Handles(self._conversation, self._serving, self._blockwise, self._dropped)
+        self._shelf = Shelf(self._conversation, self._blockwise)
         self._following = Following(self._conversation, self._handles, self._shelf, self._archive)
         self._trigger = Trigger(
             self._conversation,
@@ -119,12 +120,14 @@ class Session:
             self._following,
             self._launcher,
             self._serving,
-            self._lane,
+            self._blockwise,
             predicts=engine is not None,
         )
         judge = next((v for v in policy.validators if isinstance(v, TrajectoryJudge)), None)
         self._judging = (
-            Judging(self, judge, self._conversation, self._handles, self._shelf, self._trigger, self._lane, self._lock)
+            Judging(
+                self, judge, self._conversation, self._handles, self._shelf, self._trigger, self._blockwise, self._lock
+            )
             if judge is not None
             else None
         )
@@ -136,7 +139,7 @@ class Session:
             self._trigger,
             self._launcher,
             self._serving,
-            self._lane,
+            self._blockwise,
             self._judging,
         )
 
@@ -313,6 +316,10 @@ class Session:
         def first_token() -> None:
             first.append(self._runtime.now() - started)
             self._serving.first_token(who, self._token)
+            if len(first) == 1 and self._runtime.events.heard:
+                receipt = self._conversation.outcomes.rewrite(mark)
+                waited = 0.0 if receipt is None else receipt.waited_s
+                self._conversation.emit("ttft", ttft_s=first[0], rewritten=receipt is not None, waited_s=waited)
 
         call = ForegroundCall(first_token)
         with self._lock:
@@ -320,6 +327,8 @@ class Session:
         self._serving.begin(who)
         try:
             yield call
+            if first:
+                self._serving.answered(who, first[0], call.usage)
             seen = ForegroundSeen(
                 ttft_s=first[0] if first else None, total_s=self._runtime.now() - started, usage=call.usage
             )
@@ -497,7 +506,7 @@ class Session:
                 if self._rest is not None:
                     self._rest.look()
                 return
-            if reason is Reason.NOT_SMALLER and self._lane is None:
+            if reason is Reason.NOT_SMALLER and self._blockwise is None:
                 self._trigger.not_smaller(handle)
             self._handles.failed(handle, reason or Reason.FAILED, error)
 
@@ -512,9 +521,14 @@ class Session:
         if reason not in LEFT_BEHIND and self._shelf.unprepare(handle.flight.plan.key):
             self._launcher.tell()
 
+    @property
+    def openings(self) -> Openings:
+        """What this session's sub-agents will send first, as far as it is warm."""
+        return self._serving.openings
+
     def working(self) -> bool:
         """Is any lookahead of this session under way or waiting to be committed?"""
-        return bool(self._handles.all())
+        return any(not h.flight.plan.opening for h in self._handles.all())
 
     def urgent(self) -> bool:
         """Is a turn waiting for one of this session's lookaheads?"""
@@ -528,7 +542,7 @@ class Session:
     def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
         """The view that committing ``artifact`` to these messages would give (for preload)."""
         with self._lock:
-            made = artifact if self._lane is None else self._lane.preview(artifact, messages)
+            made = artifact if self._blockwise is None else self._blockwise.preview(artifact, messages)
             return self.branch.preview(made, messages)
 
     def likeliest(self, flight: Flight, artifact: Artifact, messages: Sequence[Any]) -> Artifact:
@@ -544,7 +558,7 @@ class Session:
     def wants_preload(self) -> bool:
         """Is a commit near enough to warm its view? (A single lookahead starts when it is.)"""
         with self._lock:
-            return self._lane is None or self._lane.nearly()
+            return self._blockwise is None or self._blockwise.nearly()
 
     def due(self) -> float | None:
         """When the hard limit is expected, on the runtime's clock; ``None`` while unknown."""
@@ -567,14 +581,18 @@ class Session:
             with self._lock:
                 if self.closed:
                     return list(messages)
+                first = False
                 if waited is None:
                     self.used_at = self._runtime.now()
                     self._runtime.touch(self)
                     self._serving.begin(self._token)
-                    self._first_commit = False
+                    first, self._first_commit = self._first_commit, False
                     if self._rest is not None:
                         self._rest.end()
-                return self._boundary.decide(messages, waited)
+                decided = self._boundary.decide(messages, waited)
+                if first and self.parent is not None:
+                    self._serving.begun(self.branch.history.chain)
+                return decided
         except Exception as error:
             self._conversation.error(error, "commit")
             return self._as_it_was(messages)

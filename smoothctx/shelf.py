@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from .blockwise import Blockwise
 from .conversation import Conversation
 from .cuts import Run
-from .lane import Lane
 from .policy import Salvage
 from .states import Reason
 from .view import Artifact
@@ -41,9 +41,9 @@ class BranchInfo:
 class Shelf:
     """Holds artifacts by key, the one used last at the end. Changed under the session's lock only."""
 
-    def __init__(self, conversation: Conversation, lane: Lane | None) -> None:
+    def __init__(self, conversation: Conversation, blockwise: Blockwise | None) -> None:
         self._conversation = conversation
-        self._lane = lane
+        self._blockwise = blockwise
         self.artifacts: OrderedDict[str, Artifact] = OrderedDict()
         #: keys of those that were committed, here or elsewhere: only these come back by themselves
         self.committed: set[str] = set()
@@ -138,7 +138,7 @@ class Shelf:
             if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
                 continue  # what is in the view reaches as far
             if branch.refusal(artifact) is not None or (
-                self._lane is not None and not self._lane.affordable([artifact], messages)
+                self._blockwise is not None and not self._blockwise.affordable([artifact], messages)
             ):
                 continue
             branch.apply(artifact, messages)

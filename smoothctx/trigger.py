@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from . import verdict
+from .blockwise import Blockwise
 from .conversation import Conversation
 from .cuts import Run, fresh, plan, shown_tokens, source_tokens
 from .errors import ConfigurationError
@@ -13,7 +14,6 @@ from .follow import Following
 from .handle import LookaheadHandle
 from .handles import Handles
 from .history import Change
-from .lane import Lane
 from .launch import Launcher
 from .serving import Serving
 from .states import FINAL
@@ -43,7 +43,7 @@ def expected_tokens(transform: Transform, source: int) -> int:
 class Trigger:
     """Starts the lookaheads of one session. Called under the session's lock only.
 
-    ``predicts``: the session has an engine, so that work can be predicted before anything was measured. ``lane``
+    ``predicts``: the session has an engine, so that work can be predicted before anything was measured. ``blockwise``
     starts them where the policy's transform works in blocks.
     """
 
@@ -54,7 +54,7 @@ class Trigger:
         following: Following,
         launcher: Launcher,
         serving: Serving,
-        lane: Lane | None,
+        blockwise: Blockwise | None,
         *,
         predicts: bool,
     ) -> None:
@@ -63,7 +63,7 @@ class Trigger:
         self._following = following
         self._launcher = launcher
         self._serving = serving
-        self._lane = lane
+        self._blockwise = blockwise
         self._predicts = predicts
         self._barren: tuple[str | None, int] | None = None
         self._in_vain = False  # a result has waited until it was too old, as its commit re-billed more than it saved
@@ -82,10 +82,10 @@ class Trigger:
 
         ``due``: the hard limit is reached. ``resting``: there is time for whatever is over ``land_at``.
         """
-        if self._lane is not None:
+        if self._blockwise is not None:
             if change is not None and change.error is not None:
-                return self._lane.first
-            return self._lane.consider(messages, self._handles.drop, self._following.sync, due=due)
+                return self._blockwise.first
+            return self._blockwise.consider(messages, self._handles.drop, self._following.sync, due=due)
         live = self._handles.lookahead
         if live is not None:
             self._serving.grew(live, messages)

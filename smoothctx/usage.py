@@ -11,6 +11,8 @@ class Usage:
 
     ``cached_tokens`` is ``None`` where the server did not report it: a cache hit is never guessed.
     ``estimated`` is true where at least one call reported no usage and its tokens were estimated.
+    ``unreported_tokens``: where ``cached_tokens`` is known, the input tokens of those calls among them that reported
+    none.
     """
 
     input_tokens: int = 0
@@ -18,6 +20,7 @@ class Usage:
     cached_tokens: int | None = None
     calls: int = 0
     estimated: bool = False
+    unreported_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         cached = (
@@ -31,7 +34,19 @@ class Usage:
             cached_tokens=cached,
             calls=self.calls + other.calls,
             estimated=self.estimated or other.estimated,
+            unreported_tokens=0 if cached is None else self._unreported + other._unreported,
         )
+
+    @property
+    def _unreported(self) -> int:
+        return self.input_tokens if self.cached_tokens is None else self.unreported_tokens
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the input tokens that the server found in its cache, between 0 and 1, over the calls that reported
+        it; ``None`` where none did."""
+        reported = self.input_tokens - self._unreported
+        return None if self.cached_tokens is None or reported <= 0 else self.cached_tokens / reported
 
     @property
     def total_tokens(self) -> int:
@@ -57,3 +72,8 @@ class Counters:
     def stale_total(self) -> int:
         """All discarded lookaheads, whatever the reason."""
         return sum(self.stale.values())
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the transforms' prompts that the servers reported as cached (``usage.cached_share``)."""
+        return self.usage.cached_share

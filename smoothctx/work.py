@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .states import Reason
+
+if TYPE_CHECKING:
+    from .foreground import Foreground
 
 #: seconds after which admission is asked again, where it did not say
 DEFER_S = 1.0
 #: seconds: no deferral is shorter, so that a source that says "defer, 0 s" cannot make the pool spin
 MIN_DEFER_S = 0.05
+#: seconds that admission may put one work off, in all
+MAX_DEFER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +29,19 @@ class Outcome:
     reason: Reason | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Work:
     """Something to run in the background.
 
     ``due``: when the result will be wanted, in the pool's clock, if known. ``timeout_s``: for the run with all
     its retries; ``None`` for no limit. ``patience_s``: seconds after which it may have to give its slot to another
-    work (it goes on); ``None`` for the pool's ``stray_s``. ``promoted``: in front from the start. ``breaker_key``:
-    works of the same key share a circuit breaker; an empty one has none. ``on_start`` is called when ``run`` begins
-    (not if it never does), ``on_done`` exactly once, both on the pool's loop (or, when that is gone, on the
-    caller's thread). What they raise is reported and goes no further.
+    work (it goes on); ``None`` for the pool's ``stray_s``. ``promoted``: in front, from the start or since a turn
+    waits for it. ``breaker_key``: works of the same key share a circuit breaker; an empty one has none.
+    ``on_start`` is called when ``run`` begins (not if it never does), ``on_done`` exactly once, both on the pool's
+    loop (or, when that is gone, on the caller's thread). What they raise is reported and goes no further.
+
+    For admission: ``engine`` is what it loads (``None``: nothing that is known), ``foreground`` whose turns it may
+    disturb there, ``usual_s`` how long such a work usually takes.
 
     An error of ``run`` may carry ``retryable``, ``retry_after_s`` (see :mod:`smoothctx.retry`), and
     ``breaker_neutral = True``: it says nothing against what was used, so the breaker does not count it.
@@ -52,6 +60,9 @@ class Work:
     name: str = "work"
     breaker_key: str = ""
     promoted: bool = False
+    engine: Any = None
+    foreground: Foreground | None = None
+    usual_s: float | None = None
     #: the runtime's own (a store write): nobody is asked whether it may run
     internal: bool = False
 

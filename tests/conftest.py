@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,9 @@ settings.register_profile("steady", derandomize=True, deadline=None, suppress_he
 settings.register_profile("search", max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("SMOOTHCTX_PROFILE", "steady"))
 
+# A shell starts what it runs in the background with SIGINT ignored; the scripts that we interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: tests that need what only the full development environment has
 NEEDS = {

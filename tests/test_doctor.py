@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
 import json
 import signal
@@ -21,7 +20,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flavour_servers import LLAMA_PROPS, VLLM_METRICS, ModelServer
-from smoothctx import ConfigurationError, EngineRefused, EngineUnreachable, Event, Usage
+from smoothctx import ConfigurationError, EngineRefused, EngineUnreachable
 from smoothctx.cli import main
 from smoothctx.doctor import (
     Examination,
@@ -29,7 +28,6 @@ from smoothctx.doctor import (
     Settings,
     examine,
     findings as shown,
-    log,
     positions,
     volatile,
 )
@@ -299,73 +297,6 @@ async def test_renders(tmp_path: Path) -> None:
         await volatile.renders([], "echo no >&2; exit 3", pause_s=0)
 
 
-# --- events
-
-
-def write(tmp_path: Path, *rows: Any) -> Path:
-    """A file of JSON lines."""
-    file = tmp_path / "events.jsonl"
-    file.write_text("".join((r if isinstance(r, str) else json.dumps(r, default=str)) + "\n" for r in rows))
-    return file
-
-
-def by_name(found_: list[Finding]) -> dict[str, Finding]:
-    """Findings by name."""
-    return {f.name: f for f in found_}
-
-
-def test_events_split_ttft_by_rewrites(tmp_path: Path) -> None:
-    """A turn after a rewrite of its own session is a rewritten one; percentiles are of each kind."""
-    rows: list[Any] = []
-    for k in range(20):
-        rows += [{"name": "turn", "session": "a", "ttft_ms": 100 + k}, {"name": "turn", "session": "b", "ttft_s": 0.1}]
-        if k % 5 == 0:
-            rows += [{"name": "view.committed", "session": "a", "data": {"how": "ready"}}]
-            rows += [{"name": "lookahead.committed", "session": "a", "data": {}}, {"session": "a", "ttft_s": 4.0}]
-    seen = by_name(log.check(log.read(write(tmp_path, *rows, "no json", ""))))
-    assert seen["transform points"].found == "4 rewrites are logged; 1 of 53 lines are no JSON"
-    split = seen["TTFT by turn"]
-    assert split.status == "warn" and split.data["rewritten"] == {"turns": 4, "p50_s": 4.0, "p95_s": 4.0}
-    assert split.data["ordinary"]["turns"] == 40 and split.effect_s == pytest.approx(4.0 - 0.117)
-
-
-def test_events_as_a_runtime_writes_them(tmp_path: Path) -> None:
-    """The events of a runtime, written as the advice says: reasons, and the cached share of background calls."""
-    usage = Usage(input_tokens=1000, output_tokens=50, cached_tokens=900, calls=1)
-    events = [
-        Event(name="lookahead.discarded", time=1.0, session="a", tenant="t", data={"reason": "branch_diverged"}),
-        Event(name="usage", time=2.0, session="a", tenant="t", data={"transform": "summarize", "usage": usage}),
-        Event(name="fallback.applied", time=3.0, session="a", tenant="t", data={"discard": "Immediate()"}),
-    ]
-    seen = by_name(log.check(log.read(write(tmp_path, *(dataclasses.asdict(e) for e in events)))))
-    assert seen["transform points"].status == "ok" and seen["TTFT by turn"].status == "unknown"
-    assert seen["discard policy"].found == "Immediate(); discarded: branch_diverged 1"
-    assert seen["summary prompt"].status == "ok" and seen["summary prompt"].data["cached_share"] == 0.9
-    # a log handler that writes objects as their repr
-    row = {"event": "usage", "session": "a", "usage": dataclasses.replace(usage, cached_tokens=100)}
-    assert by_name(log.check(log.read(write(tmp_path, row))))["summary prompt"].status == "warn"
-
-
-def test_events_that_say_nothing(tmp_path: Path) -> None:
-    """Without events, or with none of ours, each question has its advice."""
-    for given_ in (
-        None,
-        log.read(write(tmp_path, 3, [], {"x": 1}, {"ttft_s": "fast", "name": None}, {"ttft_s": True})),
-    ):
-        seen = by_name(log.check(given_))
-        assert all(f.advice and f.status in ("unknown", "bad") for f in seen.values())
-        assert {"transform points", "discard policy", "summary prompt"} <= set(seen)
-    with pytest.raises(ConfigurationError, match="--events .*: No such file"):
-        log.read(tmp_path / "nowhere")
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.floats(0.01, 1.0))
-def test_property_percentile(values: list[float], share: float) -> None:
-    """It is one of the values, with that share of them at or below it."""
-    value = log.percentile(values, share)
-    assert value in values and sum(v <= value for v in values) >= share * len(values) - 1e-6
-
-
 # --- positions
 
 
@@ -432,7 +363,8 @@ def test_a_real_server(
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for k, file in enumerate(files):
         file.write_text(f"You are an agent. Now: 12:00:0{k}. " + "Rules. " * 100)
-    events = write(tmp_path, {"name": "view.committed", "session": "s"})
+    events = tmp_path / "events.jsonl"
+    events.write_text(json.dumps({"name": "view.committed", "session": "s"}) + "\n")
     out = tmp_path / "doctor.json"
     arguments = ["doctor", engine.root, "--api-key-env", "DOCTOR_KEY", "--tokens", "200", "--repeats", "1"]
     arguments += ["--prompt", str(files[0]), "--prompt", str(files[1]), "--events", str(events), "--json", str(out)]

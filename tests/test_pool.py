@@ -195,7 +195,7 @@ def test_promoted_goes_first_and_queue_full() -> None:
 
     async def main() -> None:
         bench = await Bench(concurrency=1, max_pending=2).start()
-        bench.submit("running", after(1))
+        bench.submit("running", after(1), promoted=True)
         bench.submit("soon", after(1), due=10.0)
         late = bench.submit("late", after(1), due=99.0)
         bench.submit("over", after(1), due=1.0)
@@ -572,11 +572,11 @@ def test_promise_10_works_that_hang_do_not_starve_the_others() -> None:
         bench = await Bench(concurrency=2, stray_s=60.0).start()
         for k in range(5):
             bench.submit(f"hang{k}", hang, timeout_s=300)
-        bench.submit("known", after(1, "ok"), promoted=True)
+        bench.submit("urgent", after(1, "ok"), promoted=True)
         await anyio.sleep(59)
-        assert bench.outcomes["known"] == [] and "2/2 running" in repr(bench.pool)
+        assert bench.outcome("urgent").value == "ok" and bench.ended_at["urgent"] == 1.0
+        assert "2/2 running" in repr(bench.pool)
         await anyio.sleep(3)
-        assert bench.outcome("known").value == "ok" and bench.ended_at["known"] == 61.0
         stats = bench.pool.statistics()
         assert (stats.running, stats.strays, stats.queued) == (4, 2, 1)
         assert "2/2 and 2 strays running" in repr(bench.pool)
@@ -1327,9 +1327,9 @@ class PoolMachine(RuleBasedStateMachine):
     def bounded(self) -> None:
         """Promise 10: never more at once than allowed, in the queue or running, deaf ones and strays included."""
         stats = self.bench.pool.statistics()
-        assert stats.queued <= 4 and stats.strays <= 2 and stats.running <= 4
-        assert stats.running + stats.abandoned <= 2 + stats.strays or self.draining
-        assert self.peak <= 4 or self.bench.pool.statistics().submitted == 0 or self.draining
+        assert stats.queued <= 4 and stats.strays <= 2 and stats.running <= 6
+        assert stats.running + stats.abandoned <= 4 + stats.strays or self.draining  # two of them promoted
+        assert self.peak <= 6 or self.bench.pool.statistics().submitted == 0 or self.draining
         assert all(len(outcomes) <= 1 for outcomes in self.bench.outcomes.values())
 
     @property

@@ -633,6 +633,20 @@ def test_promise_03_a_cut_prompt_is_valid() -> None:
         assert prompt[: len(part)] == part
 
 
+def test_promise_03_a_whole_view_that_ends_with_an_open_call_is_valid() -> None:
+    """A call that still runs gets an empty result in the prompt that warms the view: strict servers refuse it else."""
+    server = Server()
+
+    async def main() -> PreloadReport:
+        warming = preloader(strategy="abort")
+        return await warming.run(server.send, lambda: CALLS[:4], foreground=foreground(), needed=always)
+
+    assert run_virtual(main).complete
+    (sent,) = server.sent
+    assert sent[:4] == CALLS[:4] and [m.get("tool_call_id") for m in sent[3:]] == ["a", "b"]
+    assert sent[4]["content"] == ""
+
+
 def test_parts_are_counted_and_not_cut() -> None:
     """A message whose content is a list of parts is taken whole, and counts as its text."""
     parts: list[Message] = [

@@ -72,12 +72,39 @@ def test_promoted_first_in_order_of_promotion() -> None:
     """A promoted job goes before every lookahead, and promoted ones keep the order of their promotion."""
     state = new()
     submit(state, 1)
-    for job_id in (2, 3, 4):
+    for job_id in (2, 3, 4, 5):
         submit(state, job_id, due=float(job_id))
+    step(state, Promote(now=0.0, job_id=1))  # it runs already
+    step(state, Promote(now=0.0, job_id=5))
     step(state, Promote(now=0.0, job_id=4))
-    step(state, Promote(now=0.0, job_id=3))
-    step(state, Promote(now=0.0, job_id=4))
-    assert finish_all(state) == [4, 3, 2]
+    step(state, Promote(now=0.0, job_id=5))
+    assert finish_all(state) == [5, 4, 2, 3]
+
+
+def test_a_promoted_job_does_not_wait_for_lookaheads() -> None:
+    """A turn waits for it: it starts beside them, and waits for promoted ones only; nobody else starts meanwhile."""
+    state = new(concurrency=2)
+    for job_id in (1, 2, 3, 4, 5, 6):
+        submit(state, job_id)
+    assert step(state, Promote(now=0.0, job_id=4)) == [Start(4)]
+    assert step(state, Promote(now=0.0, job_id=5)) == [Start(5)]
+    assert step(state, Promote(now=0.0, job_id=6)) == [], "as many of them as there are slots"
+    assert step(state, Finish(now=1.0, job_id=1)) == []
+    assert step(state, Finish(now=1.0, job_id=4)) == [Start(6)]
+    assert step(state, Finish(now=1.0, job_id=5)) == [], "one lookahead and one promoted one run: both slots are taken"
+    assert step(state, Finish(now=1.0, job_id=2)) == [Start(3)]
+
+
+def test_promise_10_promoted_jobs_that_hang_become_strays_as_well() -> None:
+    """One that waits starts as soon as enough of those that hang may go on without a slot, and not before."""
+    state = new(concurrency=2, stray_s=50.0)
+    submit(state, 1)
+    submit(state, 2, now=10.0)
+    submit(state, 3, now=20.0, lane=Lane.PROMOTED)
+    assert submit(state, 4, now=30.0) == [Wake(60.0)], "two of the three have to leave for one to get a slot"
+    assert step(state, Tick(now=60.0)) == [Start(4)]
+    assert (sorted(state.strays), sorted(state.running)) == ([1, 2], [3, 4])
+    assert submit(state, 5, now=200.0) == [], "there are as many strays as slots"
 
 
 def test_fair_between_tenants() -> None:
@@ -145,7 +172,7 @@ def test_promise_10_full_queue_drops_the_newcomer() -> None:
 def test_full_queue_a_promoted_newcomer_displaces_the_latest_due() -> None:
     """A turn that waits finds room as long as a mere lookahead holds some."""
     state = new(max_pending=2)
-    submit(state, 1)
+    submit(state, 1, lane=Lane.PROMOTED)
     submit(state, 2, due=5.0)
     submit(state, 3, due=9.0)
     assert submit(state, 4, lane=Lane.PROMOTED) == [Drop(3, Reason.QUEUE_FULL)]
@@ -303,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.where[job_id] == "waiting", "started twice, or after its end"
                     self.check_choice(job_id, waiting)
                     waiting.discard(job_id)
-                    self.make_room()
+                    self.make_room(job_id)
                     self.where[job_id] = "running"
                     patience = self.jobs[job_id].patience_s
                     self.stray_at[job_id] = self.now + (50.0 if patience is None else patience)
@@ -323,9 +350,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Those that hold a slot."""
         return [i for i, where in self.where.items() if where == "running" and i not in self.strays]
 
-    def make_room(self) -> None:
-        """A job starts: there is a slot, or the one that is over its time the longest has to leave its own."""
-        if len(self.holding) == 3:
+    def make_room(self, starting: int) -> None:
+        """A job starts: there is a slot, or it is promoted and fewer such jobs run than there are slots, or those that
+        are over their time the longest have to leave theirs."""
+        if starting in self.promoted and sum(i in self.promoted for i in self.holding) < 3:
+            return
+        while len(self.holding) >= 3:
             stray = min(self.holding, key=self.stray_at.__getitem__)
             assert self.stray_at[stray] <= self.now and len(self.strays) < 3
             self.strays.add(stray)
@@ -349,8 +379,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             ready = free
         assert all(running_of[job.tenant] <= running_of[self.jobs[i].tenant] for i in ready), "fair between tenants"
         own = [i for i in ready if self.jobs[i].tenant == job.tenant]
-        if starved & set(own):
-            assert self.queued_at[chosen] == min(self.queued_at[i] for i in own), "the oldest starved one"
+        late = [i for i in own if i in starved and self.jobs[i].due is None]
+        if late:
+            assert chosen in late
+            assert self.queued_at[chosen] == min(self.queued_at[i] for i in late), "the oldest starved one"
         else:
             due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in own}
             assert all(due[chosen] <= due[i] for i in own), "earliest due first"  # type: ignore[operator]
@@ -439,7 +471,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def bounded_and_complete(self) -> None:
         """The bounds hold, and every job is exactly where the owner thinks it is: none lost, none twice."""
-        assert len(self.state.running) <= 3 and len(self.state.strays) <= 3
+        assert len(self.state.running) <= 6 and len(self.state.strays) <= 3
+        assert sum(i in self.promoted for i in self.holding) >= len(self.holding) - 3
         assert len(self.state.queue) <= 5
         assert sorted(self.state.queue) == sorted(i for i, w in self.where.items() if w == "waiting")
         assert sorted(self.state.running) == sorted(self.holding)
@@ -454,8 +487,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         ready = any(self.not_before[i] <= self.now for i in self.state.queue)
         if len(self.holding) < 3:
             assert self.wake is not None and not ready
-        elif len(self.strays) < 3:
-            assert self.wake is not None and self.wake >= min(self.stray_at[i] for i in self.holding)
+            return
+        promoted = sum(i in self.promoted for i in self.holding)
+        assert promoted >= 3 or not any(self.not_before[i] <= self.now for i in self.state.queue if i in self.promoted)
+        leaving = len(self.holding) - 2
+        if len(self.strays) + leaving <= 3:
+            assert self.wake is not None and self.wake >= sorted(self.stray_at[i] for i in self.holding)[leaving - 1]
             assert not ready or self.wake > self.now
 
     def teardown(self) -> None:

@@ -18,7 +18,8 @@ _CACHED = re.compile(r"\bcached_tokens=(\d+)")
 _INPUT = re.compile(r"\binput_tokens=(\d+)")
 _HOW = (
     "write every event as one JSON line, Runtime(on_event=lambda e: file.write(json.dumps(dataclasses.asdict(e), "
-    "default=str) + '\\n')), add {'session': ..., 'ttft_s': ...} for each model call, and give the file with --events"
+    "default=str) + '\\n')), make each model call inside session.foreground() with call.first_token(), and give the "
+    "file with --events"
 )
 
 
@@ -34,6 +35,8 @@ class Log:
     ordinary_s: list[float] = field(default_factory=list)
     discards: Counter[str] = field(default_factory=Counter)
     policies: set[str] = field(default_factory=set)
+    #: what the transforms depend on, by their names
+    localities: dict[str, str] = field(default_factory=dict)
     background_tokens: int = 0
     background_cached: int | None = None
 
@@ -58,9 +61,13 @@ def read(file: Path) -> Log:
             _background(log, data.get("usage"))
         if isinstance(data.get("discard"), str):
             log.policies.add(data["discard"])
+        if isinstance(data.get("locality"), str):
+            log.localities[str(data.get("transform") or "transform")] = data["locality"]
         ttft = _ttft(data)
         if ttft is not None:
-            (log.rewritten_s if session in fresh else log.ordinary_s).append(ttft)
+            told = data.get("rewritten")  # by the session itself; else it is the first one since a rewrite
+            rewritten = told if isinstance(told, bool) else session in fresh
+            (log.rewritten_s if rewritten else log.ordinary_s).append(ttft)
             fresh.discard(session)
     return log
 
@@ -85,11 +92,17 @@ def _events(file: Path, log: Log) -> Iterator[dict[str, Any]]:
 
 
 def _ttft(data: Mapping[str, Any]) -> float | None:
+    """What the user waited for the first token, the turn's own wait for a rewrite included, where it is told."""
     for key, unit in (("ttft_s", 1.0), ("ttft_ms", 0.001)):
-        value = data.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e7:
-            return value * unit
+        value = _time(data.get(key))
+        if value is not None:
+            return value * unit + (_time(data.get("waited_s")) or 0.0)
     return None
+
+
+def _time(value: Any) -> float | None:
+    sure = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e7
+    return float(value) if sure else None
 
 
 def _background(log: Log, usage: Any) -> None:
@@ -137,8 +150,8 @@ def _split(log: Log) -> Finding:
             name=name,
             status="unknown",
             found=f"TTFT of {len(log.rewritten_s)} rewritten and {len(log.ordinary_s)} ordinary turns: not enough",
-            advice="log the TTFT of every call into the same file ({'session': ..., 'ttft_s': ...}): the mean hides "
-            "the rewritten turns",
+            advice="make every model call inside session.foreground() and say call.first_token(), or log its TTFT into "
+            "the same file ({'session': ..., 'ttft_s': ...}): the mean hides the rewritten turns",
         )
     figures = {
         kind: {"turns": len(values), "p50_s": percentile(values, 0.5), "p95_s": percentile(values, 0.95)}
@@ -177,11 +190,12 @@ def _discard(log: Log) -> Finding:
 
 def _aligned(log: Log) -> Finding:
     name = "summary prompt"
+    local = ", ".join(f"{transform} is {locality}-local" for transform, locality in sorted(log.localities.items()))
     if log.background_cached is None or not log.background_tokens:
         return Finding(
             name=name,
             status="unknown",
-            found="no background call reported cached tokens",
+            found="; ".join(filter(None, (local, "no background call reported cached tokens"))),
             advice="let the summariser extend the agent's own prefix: Summarize(engine, layout='aligned') with "
             "session(engine=the same, request=the agent's constant options)",
         )
@@ -190,7 +204,12 @@ def _aligned(log: Log) -> Finding:
     return Finding(
         name=name,
         status="ok" if good else "warn",
-        found=f"{share:.0%} of the background calls' {log.background_tokens:,} prompt tokens were cached",
+        found="; ".join(
+            filter(
+                None,
+                (local, f"{share:.0%} of the background calls' {log.background_tokens:,} prompt tokens were cached"),
+            )
+        ),
         advice=""
         if good
         else "the summariser hardly reuses the agent's prefix: give it the agent's engine and request options, and "

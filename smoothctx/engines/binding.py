@@ -53,6 +53,19 @@ class EngineBinding(Protocol):
         """The preloaded view will not be sent."""
         ...
 
+    def opening(self) -> EngineBinding:
+        """Of a sub-agent that has not begun: its opening is preloaded by this one, until ``take_over`` or ``close``."""
+        ...
+
+    def offer(self) -> None:
+        """Of an opening: its messages were handed out, and perhaps nobody sends them. What it holds may go to others
+        who need it."""
+        ...
+
+    def take_over(self, opening: EngineBinding) -> None:
+        """The agent begins with what ``opening`` has warmed."""
+        ...
+
     def close(self) -> None:
         """The session ended."""
         ...
@@ -71,6 +84,7 @@ class Binding:
 
     def __init__(self, engine: Prefiller, session_id: str, *, preloader: Preloader | None = None) -> None:
         self._engine = engine
+        self._id = session_id
         self._preloader = Preloader() if preloader is None else preloader
 
     def _options(self, level: Level) -> dict[str, Any]:
@@ -85,7 +99,8 @@ class Binding:
         return self._options("foreground")
 
     def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
-        """The priority of what a turn waits for, or of a lookahead."""
+        """The salt, and the priority of what a turn waits for, or of a lookahead; :mod:`smoothctx.urgency` renews that
+        one with each call."""
         return self._options("promoted" if urgent() else "lookahead")
 
     async def preload(
@@ -109,6 +124,16 @@ class Binding:
 
     def discarded(self) -> None:
         """Nothing to undo."""
+
+    def opening(self) -> EngineBinding:
+        """One like this: what is cached is found by its content."""
+        return Binding(self._engine, self._id, preloader=self._preloader)
+
+    def offer(self) -> None:
+        """Nothing to offer."""
+
+    def take_over(self, opening: EngineBinding) -> None:
+        """Nothing to take."""
 
     def close(self) -> None:
         """Nothing to give back."""

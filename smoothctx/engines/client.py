@@ -81,6 +81,8 @@ class OpenAIEngine(Server):
         self.model = model
         self.context_window = context_window
         self.preload_by_default = bool(preload)
+        #: calls of transforms that it gets at once; of a llama.cpp server as many as it has slots, once that is known
+        self.max_in_flight: int | None = None
         #: what ``probe`` found; ``None`` before it
         self.capabilities: Capabilities | None = None
         #: what the calls so far showed of the server
@@ -165,6 +167,8 @@ class OpenAIEngine(Server):
                 self.context_window = found.context_window
             if self._preload is None:
                 self.preload_by_default = found.preload
+            if self.max_in_flight is None and found.slots:
+                self.max_in_flight = found.slots
         return self.capabilities
 
     async def load(self, *, timeout_s: float = 2.0) -> Load:

@@ -93,7 +93,7 @@ class EmbeddedEngine(OpenAIEngine):
             preload_strategy=preload_strategy,
             chunk_delay_s=chunk_delay_s,
         )
-        self.slots = slots
+        self.slots = self.max_in_flight = slots
         self._trust_env = False  # a proxy has no way to our own process
         self._weights = weights
         self._start_timeout_s = start_timeout_s

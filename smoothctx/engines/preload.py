@@ -120,7 +120,7 @@ class Preloader:
                 break
             whole = self._whole() and (keeps or in_row < _ABORTS)
             part, upto = head(messages, total if whole else self._end(done, tokens, total))
-            prompt = messages if upto >= total else valid(part, messages)
+            prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
             reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
             if reply is None:

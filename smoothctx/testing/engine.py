@@ -17,6 +17,8 @@ from ..codec import Codec, OpenAIMessages
 from ..economics import Speed
 from ..engines.binding import Binding
 from ..engines.client import Completion, Rates
+from ..engines.flavours import Capabilities, Level
+from ..engines.load import Load
 from ..engines.preload import Preloader
 from ..errors import ClosedError, ConfigurationError, EngineProtocolError, EngineRefused, EngineUnreachable
 from ..usage import Usage
@@ -24,6 +26,7 @@ from .cache import BlockCache, Cache, SlotCache
 from .faults import Faults
 from .models import Script
 from .requests import valid_request
+from .turnstile import Turnstile
 
 #: characters of a message's canonical form that make one token
 TOKEN_CHARS = 4
@@ -89,9 +92,10 @@ class FakeEngine:
     closes it; a prompt ends with one that opens the answer. ``tools`` and ``chat_template_kwargs`` stand before the
     messages; ``cache_salt`` adds no tokens and separates the caches.
 
-    *Prefill* is serial: one prompt at a time, in order of arrival, without regard to who asks. The cached part of
-    a prompt takes no time, the rest ``1 / speed.prefill_tokens_per_s`` seconds a token. Nothing interrupts it but
-    its own cancellation, and what was evaluated until then stays cached.
+    *Prefill* is serial: one prompt at a time, in order of arrival, without regard to who asks (with ``priority``: the
+    lowest ``priority`` of those that wait goes first, 0 where a request has none). The cached part of a prompt takes
+    no time, the rest ``1 / speed.prefill_tokens_per_s`` seconds a token. Nothing interrupts it but its own
+    cancellation, and what was evaluated until then stays cached.
 
     *Decode* is batched: calls neither slow each other nor a prefill, nor does a prefill slow them. The first token
     is there when the prefill ends. Each further one takes ``1 / speed.decode_tokens_per_s`` seconds, plus
@@ -111,6 +115,8 @@ class FakeEngine:
         context_window: tokens that prompt and answer may have together; a longer prompt is refused.
         reports_cache: say in ``usage`` how much was cached, as not every server does.
         preload: warm the cache ahead of a commit by default.
+        priority: requests wait for their prefill in the order of their ``priority``, and ``capabilities`` say so.
+        metrics: ``load()`` tells how many calls run and wait, and ``capabilities`` say so.
         strict: refuse what :func:`valid_request` finds fault with.
         identity: URL and model.
         codec: how to read the messages.
@@ -129,6 +135,8 @@ class FakeEngine:
         context_window: int | None = None,
         reports_cache: bool = True,
         preload: bool = True,
+        priority: bool = False,
+        metrics: bool = False,
         strict: bool = False,
         identity: str = "fake://engine#fake",
         codec: Codec | None = None,
@@ -158,7 +166,18 @@ class FakeEngine:
         self._script = Script(answers)
         self._slots = slots
         self._cache: Cache = SlotCache(slots, block_tokens) if slots else BlockCache(cache_blocks, block_tokens)
-        self._prefill = asyncio.Lock()  # the one unit that evaluates prompts
+        self._prefill = Turnstile()  # the one unit that evaluates prompts
+        #: what a probe of a server like this one finds
+        self.capabilities = Capabilities(
+            context_window=context_window,
+            priority="lower" if priority else None,
+            priority_sure=priority,
+            preload=preload,
+            slots=slots or 0,
+            metrics=metrics,
+            cached_tokens=reports_cache,
+            block_size=block_tokens,
+        )
         self._closed = False
 
     # -- tokens ------------------------------------------------------------------------------------------------------
@@ -259,7 +278,8 @@ class FakeEngine:
         evaluated = 0
         written: list[Hashable] = []
         try:
-            async with self._prefill:
+            rank = int(call.options.get("priority", 0)) if self.capabilities.priority else 0
+            async with self._prefill.turn(rank):
                 call.prefill_s = loop.time()
                 call.cached_tokens = evaluated = lane.open(tokens)
                 try:
@@ -319,6 +339,20 @@ class FakeEngine:
         return completion
 
     # -- the rest of an engine ---------------------------------------------------------------------------------------
+
+    def priority_options(self, level: Level) -> dict[str, int]:
+        """The request option for this level of ``foreground > promoted > lookahead``; nothing where unsupported."""
+        return self.capabilities.priority_options(level)
+
+    def salt_options(self) -> dict[str, str]:
+        """It has no salt of its own: a request's ``cache_salt`` does."""
+        return {}
+
+    async def load(self, *, timeout_s: float = 2.0) -> Load:
+        """The calls whose prompt is or was evaluated, and those that wait for it."""
+        live = [call for call in self.calls if call.outcome == "running"]
+        waiting = sum(call.prefill_s is None for call in live)
+        return Load(running=len(live) - waiting, waiting=waiting) if self.capabilities.metrics else Load()
 
     def bind(self, session_id: str) -> Binding:
         """One session's relation to this engine: preload by growing prefixes."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec import Codec, OpenAIMessages, results_of, with_results
-from ..cuts import Run, kept_inside, safe_end
+from ..cuts import Run, kept_inside, request_for, safe_end
 from ..errors import ConfigurationError
 from ..history import History
 from ..segments import segments
 from ..stores import MemoryStore
 from ..transforms.base import Locality, Transform, TransformRequest
-from ..view import Edit, Unit, align, project, units
+from ..view import Edit, Unit, align
 
 #: what one application came to: edits relative to the run, as the model sees them, or the type of the error
 Result = tuple[tuple[int, int, tuple[bytes, ...]], ...] | str
@@ -234,10 +234,10 @@ class _Checker:
         if case.summary is not None and getattr(transform, "source", "view") == "view":
             mine = (codec.summary("what was done before"),)
             edits = (Edit(start=start, end=case.summary + len(added), messages=mine, tokens=history.count(mine)),)
-        pieces = units(held, edits, start, end)
+        pieces, request = self._request(held, edits, run, len(after))
         frozen = [codec.freeze(m) for m in held]
         try:
-            rewrite = await transform.apply(self._request(held, pieces, run, len(after)))
+            rewrite = await transform.apply(request)
             if rewrite.opening:
                 result: Result = ((0, 0, self._visible(rewrite.messages)),)
             else:
@@ -252,17 +252,16 @@ class _Checker:
             raise AssertionError(f"{transform.name}: it changed the messages that it was given")
         return result
 
-    def _request(self, held: list[Any], pieces: Sequence[Unit], run: Run, later: int) -> TransformRequest:
+    def _request(
+        self, held: list[Any], edits: Sequence[Edit], run: Run, later: int
+    ) -> tuple[list[Unit], TransformRequest]:
         """As the core builds it."""
-        codec = self._codec
-        shown = [m for u in pieces if not (u.edit is None and u.start in run.kept) for m in u.messages]
-        whole = [m for u in pieces for m in u.messages]
-        return TransformRequest(
-            messages=shown,
-            shown=whole if len(whole) != len(shown) else None,
-            before=project(held[: run.start], ()),
-            codec=codec,
-            earlier_summary=next((t for t in map(codec.summary_text, shown) if t is not None), None),
+        return request_for(
+            held,
+            run,
+            self._codec,
+            edits=edits,
+            before=(),
             deadline=asyncio.get_running_loop().time() + _TIMEOUT_S,
             session_id=f"locality-{later}",
             store=MemoryStore(clock=lambda: 0.0),

@@ -1,0 +1,48 @@
+"""Urgency: a background call to an engine, at the priority that it has now.
+
+It goes out as a lookahead, or as promoted when a turn waits for it already. When a turn begins to wait for one that the
+server has not begun to answer, it may stand in the server's queue behind everybody else: it is then sent again, once,
+at the promoted priority. Only where the server is sure to sort by priorities, and where what it had evaluated already
+is not lost (its prefix cache is not known to be off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .endpoints import caller
+
+
+async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: int, options: Mapping[str, Any]) -> Any:
+    """``engine.complete``, for whoever the running code calls models for.
+
+    Raises:
+        EngineError: see its subclasses.
+    """
+    ranks: Any = getattr(engine, "priority_options", None)
+    waiting: dict[str, Any] = ranks("lookahead") if ranks is not None else {}
+    urgent: dict[str, Any] = ranks("promoted") if ranks is not None else {}
+    who = caller()
+    if who is None or waiting == urgent:
+        return await engine.complete(messages, max_tokens=max_tokens, **options)
+    if not who.urgent() and who.foreground is not None and _sorts(engine):
+        begun = False
+
+        async def first() -> Any:
+            nonlocal begun
+            async with engine.stream(messages, max_tokens=max_tokens, **{**options, **waiting}) as stream:
+                async for _ in stream:
+                    begun = True
+            return stream.completion
+
+        done = await who.foreground.unless(lambda: not begun and who.urgent(), first)
+        if done is not None:
+            return done
+    level = urgent if who.urgent() else waiting
+    return await engine.complete(messages, max_tokens=max_tokens, **{**options, **level})
+
+
+def _sorts(engine: Any) -> bool:
+    known = getattr(engine, "capabilities", None)
+    return known is not None and known.priority_sure and known.prefix_caching is not False and hasattr(engine, "stream")

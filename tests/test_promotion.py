@@ -1,0 +1,154 @@
+"""Promotion: what a turn waits for is done sooner, and the wait is bounded by what is predicted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from helpers import FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
+from smoothctx import HandleState, Policy, Speed, Summarize
+from smoothctx.testing import FakeEngine
+
+
+def slow_engine(**options: Any) -> FakeEngine:
+    """Evaluates a hundred tokens a second."""
+    return FakeEngine("A summary.", speed=Speed(100.0, 20.0), **options)
+
+
+def policy_on(engine: FakeEngine, **options: Any) -> Policy:
+    """Summaries by this engine, cold."""
+    options.setdefault("preload_kv", False)
+    return Policy(Summarize(engine, keep=("messages", 4), max_tokens=64, facts=False), context_window=4000, **options)
+
+
+async def time_of(*, promoted: bool, priority: bool) -> tuple[float, FakeEngine]:
+    """A summary that stands in the engine's queue behind ten requests of others: when is it there?"""
+    engine = slow_engine(priority=priority)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_on(engine), engine=engine)
+        async with asyncio.TaskGroup() as group:
+            for k in range(10):
+                flood = [S(), H(f"{k} of another program", size=400)]
+                group.create_task(engine.complete(flood, max_tokens=1, priority=10))
+            await settle(1)
+            handle = session.observe(chat(20, size=80))
+            assert handle is not None
+            await settle(1)
+            assert len(engine.calls) == 11 and engine.calls[10].prefill_s is None, "it waits there"
+            if promoted:
+                handle.promote()
+            assert await handle.wait(300) is HandleState.READY
+            return now(), engine
+
+
+@virtual
+async def test_a_promoted_summary_is_done_sooner_than_the_same_one_unpromoted() -> None:
+    """The request that waits in the engine's queue is sent again, once, at the promoted priority."""
+    began = now()
+    unpromoted, _ = await time_of(promoted=False, priority=True)
+    begun = now()
+    promoted, engine = await time_of(promoted=True, priority=True)
+    assert promoted - begun < (unpromoted - began) / 1.5
+    first, again = engine.calls[10:]
+    assert (first.outcome, first.options["priority"]) == ("cancelled", 20)
+    assert (again.outcome, again.options["priority"], first.messages == again.messages) == ("done", 1, True)
+
+
+@virtual
+async def test_no_request_is_sent_again_where_that_cannot_help() -> None:
+    """Without priorities on the server the one that waits there goes on."""
+    _, engine = await time_of(promoted=True, priority=False)
+    assert len(engine.calls) == 11 and engine.calls[10].outcome == "done"
+    assert "priority" not in engine.calls[10].options
+
+
+@virtual
+async def test_what_has_begun_is_not_sent_again() -> None:
+    """A request whose answer comes already is left alone, and one that was sent as promoted is not sent twice."""
+    engine = FakeEngine("word " * 50, speed=Speed(10_000.0, 10.0), priority=True)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_on(engine), engine=engine)
+        handle = session.observe(chat(20, size=80))
+        assert handle is not None
+        await settle(2)
+        assert engine.calls[0].output_tokens > 0
+        handle.promote()
+        assert await handle.wait(60) is HandleState.READY and len(engine.calls) == 1
+        other = runtime.session("other", policy=policy_on(engine), engine=engine)
+        await other.commit(chat(30, size=80, first=50))
+        priorities = [c.options["priority"] for c in engine.calls]
+        assert priorities[0] == 20 and set(priorities[1:]) == {1}
+        assert all(c.outcome == "done" for c in engine.calls)
+
+
+@virtual
+async def test_preloads_of_other_sessions_give_way() -> None:
+    """Until the promoted summary is there no chunk of a preload goes out; then it goes on."""
+    engine = slow_engine()
+    async with make_runtime(concurrency=2) as runtime:
+        other = runtime.session("other", policy=policy_on(engine, preload_kv=True), engine=engine)
+        preloading = other.observe(chat(20, size=80, first=100))
+        assert preloading is not None
+        while not any(call.max_tokens == 1 for call in engine.calls):
+            await settle(0.5)
+        session = runtime.session("s", policy=policy_on(engine, max_wait=300.0), engine=engine)
+        began = now()
+        await session.commit(chat(30, size=80))
+        ended = now()
+        assert session.receipts[-1].how == "promoted"
+        session.observe(chat(30, size=80))
+        assert await preloading.wait(300) is HandleState.READY
+        chunks = [call.arrived_s for call in engine.calls if call.max_tokens == 1]
+        assert not [at for at in chunks if began < at < ended] and [at for at in chunks if at >= ended]
+
+
+@virtual
+async def test_a_promoted_work_needs_no_slot_of_a_lookahead() -> None:
+    """It runs beside as many lookaheads as there may be."""
+    model = FakeSummarizer(delay=10)
+    async with make_runtime(concurrency=1) as runtime:
+        policy = make_policy(model)
+        for k in range(5):
+            runtime.session(f"other{k}", policy=policy).observe(chat(11, size=60, first=1000 * k))
+        await settle(1)
+        session = runtime.session("s", policy=policy)
+        await session.commit(chat(17, size=60))
+        assert session.receipts[-1].how == "promoted" and session.receipts[-1].waited_s == pytest.approx(10)
+        assert model.most_running == 2
+
+
+@virtual
+async def test_promise_06_the_wait_is_predicted() -> None:
+    """Summaries took 4 s: one that hangs is waited for 16 s, not the whole ``max_wait``; then a fallback fits."""
+    model = FakeSummarizer(delay=4)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model, max_wait=300.0))
+        messages = chat(11, size=60)
+        session.observe(messages)
+        await settle(5)
+        await session.commit(messages)
+        assert session.receipts[-1].how == "ready"
+        model.mode = "hang"
+        messages += chat(14, size=60, first=11, system=False)
+        began = now()
+        await session.commit(messages)
+        assert session.receipts[-1].how == "fallback" and now() - began == pytest.approx(16)
+
+
+@virtual
+async def test_promise_06_what_nearly_made_it_is_waited_for() -> None:
+    """Twice as long as usual is within the margin."""
+    model = FakeSummarizer(delay=4)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model))
+        messages = chat(11, size=60)
+        session.observe(messages)
+        await settle(5)
+        await session.commit(messages)
+        model.delay = 8
+        messages += chat(14, size=60, first=11, system=False)
+        began = now()
+        await session.commit(messages)
+        assert session.receipts[-1].how == "promoted" and now() - began == pytest.approx(8)
