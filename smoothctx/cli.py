@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from . import __version__, bench
 from .demo import main as demo
@@ -12,11 +14,20 @@ from .doctor import main as doctor
 from .errors import SmoothctxError
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names only, in every command, and never shows a key."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """As in argparse: the usage and what is wrong, and exit code 2."""
+        super().error(re.sub(r"(--?api[\w-]*[ =]+)\S+", r"\1...", message))
+
+
 def build() -> argparse.ArgumentParser:
     """The parser of every command."""
-    parser = argparse.ArgumentParser(
-        prog="smoothctx", description="Context rewrites of long-running LLM agents, done ahead of time."
-    )
+    parser = Parser(prog="smoothctx", description="Context rewrites of long-running LLM agents, done ahead of time.")
     parser.add_argument("--version", action="version", version=f"smoothctx {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     bench.add_parser(commands)

@@ -325,24 +325,61 @@ async def test_an_engine_that_fails_makes_errors_of_cells() -> None:
 
 
 async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    """Finished cells are in the file at once and are not asked again; another model or setting asks anew."""
-    items, file = own_items()[:3], tmp_path / "cells.jsonl"
+    """Finished cells are in the file at once and are not asked again; another model or setting asks anew, and what
+    others have asked stays in the file."""
+    items, file = own_items()[:3], tmp_path / "qa.json"
+
+    def there() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
+        return found
+
     cells: list[qa.Cell] = []
     with pytest.raises(KeyboardInterrupt):
         await qa.measure(Knower(items, fail_after=4), "x", items, settings(), cells, file)
-    done = len(file.read_text().splitlines())
-    assert done == len(cells) == 3
-    with file.open("a") as f:
-        f.write('{"key": "cut off')
+    assert len(there()) == len(cells) == 3
     engine, again = Knower(items), []
-    await qa.measure(engine, "x", items, settings(), again, file)
+    await qa.measure(engine, "x", items, settings(), again, file, qa._read(file))
     assert len(again) == 6 and again[:3] == cells and len(engine.requests) == 5, "a summary is two requests"
-    assert len(file.read_text().splitlines()) == 7, "the cut line stands alone"
+    assert len(there()) == 6
     engine, last = Knower(items), []
-    await qa.measure(engine, "x", items, settings(), last, file)
+    await qa.measure(engine, "x", items, settings(), last, file, qa._read(file))
     assert last == again and not engine.requests
-    await qa.measure(engine, "y", items, settings(), [], file)
-    assert engine.requests
+    other: list[qa.Cell] = []
+    await qa.measure(engine, "y", items[:1], settings(), other, file, qa._read(file))
+    assert engine.requests and len(there()) == 8 and qa.rows(other) == json.loads(file.read_text())["rows"]
+
+
+async def test_a_raw_action_that_failed_is_asked_again_and_the_others_are_compared_then() -> None:
+    """They have nothing to be compared with before; what they answered is not asked again."""
+    item = next(i for i in own_items() if i.kind == "action")
+
+    class Down(Knower):
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            if not self.requests:
+                self.requests.append(messages)
+                raise EngineUnreachable("no server")
+            return await super().complete(messages, max_tokens=max_tokens)
+
+    first: list[qa.Cell] = []
+    await qa.measure(Down([item]), "x", [item], settings(300), first)
+    assert [bool(c.error) for c in first] == [True, False, False] and [c.equivalence for c in first] == [None] * 3
+    engine, second, whole = Knower([item]), [], []
+    await qa.measure(engine, "x", [item], settings(300), second, None, {c.key: c for c in first})
+    assert len(engine.requests) == 1
+    await qa.measure(Knower([item]), "x", [item], settings(300), whole)
+    assert second == whole and all(c.equivalence is not None for c in second)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"benchmark": "qa"}', '{"cells": []}', '{"a": 1}\n{"a": 2}\n'])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is asked, and it stays as it is."""
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    assert main(["bench", "qa", "--url", "http://127.0.0.1:9", "--name", "m", "--json", str(file)]) == 1
+    assert "not a file of this benchmark" in capsys.readouterr().err and file.read_text() == text
+    file.write_text('{"benchmark": "qa", "cells": [{"key": "k", "what": 3}]}')
+    with pytest.raises(ConfigurationError, match="not a file of this benchmark"):
+        qa._read(file)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -358,10 +395,10 @@ async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         (["--details", "huge"], "--details huge"),
         (["--summary-tokens", "1"], "--summary-tokens 1"),
         (["--block-summary-tokens", "1"], "--block-summary-tokens 1"),
-        (["--url", "http://127.0.0.1:9"], "--url needs --model"),
+        (["--url", "http://127.0.0.1:9"], "--url: needs --name"),
         (["--url", "http://127.0.0.1:9", "--model", "m", "--api-key-env", "SMOOTHCTX_NO_SUCH"], "is not set"),
         (["--json", "/no/such/folder/x.json"], "does not exist"),
-        (["--resume", "/no/such/folder/x.jsonl"], "does not exist"),
+        (["--json", "/"], "--json /: that is a folder"),
         (["--locomo", "/no/such/file"], "--locomo /no/such/file"),
         (["--hotpotqa", "/no/such/file"], "--hotpotqa /no/such/file"),
     ],
@@ -397,9 +434,54 @@ def test_the_command_prints_a_table_and_writes_json(
     printed = capsys.readouterr()
     assert "multi_hop" in printed.out and "blocks 300 concise" in printed.out and "[1/18] hop-01 raw" in printed.err
     assert len(json.loads(file.read_text())["cells"]) == 6 * 3
-    Served.limit = 2
+    Served.limit = 0
+    assert main([*arguments, "--details", "concise", "--json", str(file)]) == 0, "nothing is left to ask"
+    Served.limit, file = 2, tmp_path / "other.json"
     assert main([*arguments, "--json", str(file)]) == 130
     assert "raw" in capsys.readouterr().out and 0 < len(json.loads(file.read_text())["cells"]) < 6
+
+
+def test_the_model_on_a_server_is_named_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--name``, or ``--model`` as before; the key from the command line or from the environment, never shown."""
+    made: list[tuple[Any, ...]] = []
+
+    def server(url: str, name: str, *, api_key: str | None, **_: Any) -> Any:
+        made.append((url, name, api_key))
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(qa, "OpenAIEngine", server)
+    monkeypatch.setenv("OWN_KEY", "sk-1")
+    for own in (["--name", "m"], ["--model", "m", "--api-key", "sk-2"], ["--name", "m", "--api-key-env", "OWN_KEY"]):
+        assert main(["bench", "qa", "--url", "http://x/v1", *own]) == 1
+    assert made == [("http://x/v1", "m", key) for key in (None, "sk-2", "sk-1")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "qa", "--url", "http://x/v1", "--name", "m", "--api-key-env", "sk-SECRET"],
+        ["bench", "qa", "--api-ke", "sk-SECRET"],
+        ["bench", "ttft", "--api=sk-SECRET", "--api-key2", "sk-SECRET"],
+        ["doctor", "http://x/v1", "--api-key", "sk-SECRET"],
+        ["bench", "volume", "--api_key", "sk-SECRET"],
+    ],
+)
+def test_no_key_is_shown_and_no_option_is_guessed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that is cut short or misspelt is wrong, whatever the command; what follows it may be a key."""
+    try:
+        code: Any = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr()
+    assert code in (1, 2) and "SECRET" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("arguments", [["qa", "--item", "1"], ["ttft", "--turn", "3"], ["volume", "--run", "1"]])
+def test_options_are_whole(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No abbreviations: a later option of that name would change what it means."""
+    with pytest.raises(SystemExit) as end:
+        build().parse_args(["bench", *arguments])
+    assert end.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,62 +14,18 @@ from typing import Any
 import pytest
 
 from smoothctx.bench import ttft
-from smoothctx.bench.ttft_engine import Watched
 from smoothctx.bench.ttft_file import read, write
-from smoothctx.bench.ttft_plan import DEFAULT_PLAN, Cell, Settings, cells, read_plan, texts, tool_time
+from smoothctx.bench.ttft_plan import DEFAULT_PLAN, Cell, Settings, cells, read_plan, texts
 from smoothctx.bench.ttft_run import measure
 from smoothctx.cli import main
 from smoothctx.demo.chunks import Chunk
 from smoothctx.economics import Speed
 from smoothctx.errors import ConfigurationError, EngineRefused, EngineUnreachable, SmoothctxError
-from smoothctx.testing import FakeEngine, run_virtual
-
-SOURCES = Path(ttft.__file__).resolve().parent.parent / "transforms"
-SMALL = Settings(turns=10, turn_tokens=150, reply_tokens=8, summary_tokens=24, window=1024, tool_s=4.0)
-WORDS = "it reads a part and says what that is about "
-
-
-class Fake(Watched, FakeEngine):
-    """The fake engine of the tests, with its background calls written down."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(WORDS * 40, **{"speed": Speed(400.0, 40.0), "strict": True, **options})
-        self.background = []
-        self.clock = lambda: asyncio.get_running_loop().time()
-
-    def _check(self, call: Any) -> Any:
-        self.sent()
-        return super()._check(call)
-
-    async def probe(self) -> Any:
-        """Nothing but what it is made with."""
-        return self.capabilities
+from ttft_fakes import SMALL, SOURCES, Fake, measured
 
 
 class Stop(Exception):
     """Ends a run in the middle."""
-
-
-def measured(
-    plan: str,
-    *,
-    settings: Settings = SMALL,
-    file: Path | None = None,
-    engine: Callable[[], Fake] = Fake,
-    say: Callable[[str], None] = lambda line: None,
-    verbose: bool = False,
-) -> tuple[dict[str, Any], Fake]:
-    """Measure in virtual time."""
-    used: list[Fake] = []
-
-    async def run() -> dict[str, Any]:
-        used.append(engine())
-        clock = used[0].clock
-        return await ttft.run(
-            used[0], settings, read_plan(plan), SOURCES, file=file, say=say, verbose=verbose, clock=clock
-        )
-
-    return run_virtual(run), used[0]
 
 
 def turns(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -108,14 +64,6 @@ def test_plans_are_read_and_checked() -> None:
     for wrong in ("summarise", "summarise:1", "other:1:1", "summarise:0:1", "summarise:1:0", "summarise:a:b", ""):
         with pytest.raises(ConfigurationError, match="--plan"):
             read_plan(wrong)
-
-
-def test_tool_time_follows_the_load() -> None:
-    """More sessions at once, a slower engine: more time between two turns. A given time is taken as it is."""
-    assert tool_time(Settings(tool_s=3.0), "summarise", 4, 200.0, 40.0) == 3.0
-    one, two = (tool_time(Settings(), "summarise", c, 200.0, 40.0) for c in (1, 2))
-    assert 0.5 < one < two and tool_time(Settings(), "summarise", 1, 100.0, 40.0) > one
-    assert tool_time(Settings(), "keep-recent", 1, 200.0, 40.0) < one, "no model writes anything"
 
 
 def test_texts_come_turn_by_turn() -> None:
@@ -292,6 +240,24 @@ def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:
             measured("keep-recent:1:1", file=file)
 
 
+def test_other_texts_are_refused(tmp_path: Path) -> None:
+    """A folder of the same name with other texts in it; a file of an older version does not say, and goes on."""
+    file, folder, lines = tmp_path / "ttft.json", tmp_path / "texts", list[str]()
+    folder.mkdir()
+    text = "\n".join(f"line {k} of the text that they read" for k in range(8000))
+    (folder / "a.md").write_text(text, encoding="utf-8")
+    short = replace(SMALL, turns=3)
+    measured("keep-recent:1:1", file=file, settings=short, folder=folder)
+    (folder / "a.md").write_text(text.replace("line 7 ", "word 7 "), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="other texts"):
+        measured("keep-recent:1:2", file=file, settings=short, folder=folder)
+    old = read(file)
+    del old["texts_digest"]
+    write(file, old)
+    data, _ = measured("keep-recent:1:2", file=file, settings=short, folder=folder, say=lines.append)
+    assert len(data["cells"]) == 4 and any("does not tell which texts" in line for line in lines)
+
+
 def test_an_engine_that_fails_once_costs_one_cell_only(tmp_path: Path) -> None:
     """The cell is measured again from its beginning; an engine that fails again ends the run, and the file stays."""
     lines: list[str] = []
@@ -344,14 +310,6 @@ def test_more_batches_have_the_tool_time_of_the_first(tmp_path: Path) -> None:
     assert {c["tool_s"] for c in more["cells"].values()} == {c["tool_s"] for c in first["cells"].values()}
 
 
-def test_calibration_measures_the_rates() -> None:
-    """To a tenth of what the engine does."""
-    data, _ = measured("keep-recent:1:1")
-    found = data["calibration"]
-    assert found["prefill"] == pytest.approx(400, rel=0.1) and found["decode"] == pytest.approx(40, rel=0.1)
-    assert 0 < found["minimal_ms"] < 100 and found["reports_cache"] and found["tools"]
-
-
 # -- the command ----------------------------------------------------------------------------------------------------
 
 FAST = ("--turns", "4", "--turn-tokens", "150", "--reply-tokens", "4", "--summary-tokens", "8", "--window", "1024")
@@ -390,6 +348,23 @@ def test_the_command_measures_reports_and_writes(
     assert list(json.loads(figures.read_text())) == ["other"]
 
 
+def test_files_of_one_name_are_all_reported(fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with figures and plots of its own, named by their folders; one that is given twice counts once."""
+    files = [tmp_path / place / "t.json" for place in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        assert main([*FAST_RUN, "--plan", "keep-recent:1:1", "--json", str(file)]) == 0
+    capsys.readouterr()
+    figures = tmp_path / "figures.json"
+    report = ["bench", "ttft", "--report", *map(str, files), str(files[0])]
+    assert main([*report, "--figures", str(figures), "--plots", str(tmp_path)]) == 0
+    assert list(json.loads(figures.read_text())) == ["a-t", "b-t"]
+    said = capsys.readouterr().out
+    assert said.index("a-t: fake://engine#fake") < said.index("b-t: fake://engine#fake")
+    assert len(list(tmp_path.glob("a-t-*.svg"))) == len(list(tmp_path.glob("b-t-*.svg"))) == 3
+    assert list(ttft._names([Path("x/t.json"), Path("x/t.txt")])) == ["1-t", "2-t"]
+
+
 def test_ctrl_c_ends_it_cleanly(fast: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; what was measured stays, and the engine is closed."""
     file, real, count = tmp_path / "ttft.json", measure, 0
@@ -424,6 +399,12 @@ def test_ctrl_c_ends_it_cleanly(fast: None, tmp_path: Path, monkeypatch: pytest.
         (["--sessions", "0"], "--sessions 0"),
         (["--saturated", "0"], "--saturated 0"),
         (["--plan", "other:1:1"], "--plan"),
+        (["--plan", "isolate:1:1", "--sessions", "9"], "--sessions"),
+        (["--plan", "isolate:1:1", "--saturated", "0"], "--saturated 0"),
+        (["--json", "/"], "--json /: that is a folder"),
+        (["--figures", "/"], "--figures /: that is a folder"),
+        (["--json", "/tmp/t.json", "--figures", "/tmp/t.json"], "--figures /tmp/t.json"),
+        (["--report", "/tmp/t.json", "--figures", "/tmp/t.json"], "--figures /tmp/t.json"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,7 +426,9 @@ def test_options_make_the_plan() -> None:
     assert plan("--strategies", "summarise", "--concurrency", "1", "4", "--sessions", "2") == {
         "summarise": {1: 2, 4: 2}
     }
-    assert plan("--plan", "isolate:1:3", "--sessions", "9") == {"isolate": {1: 3}}
+    assert plan("--plan", "isolate:1:3") == {"isolate": {1: 3}}
+    assert plan("--plan", "isolate:1:3", "--saturated", "6") == {"isolate": {1: 3}, "saturated": {6: 12}}
+    assert plan("--plan", "saturated:6:18", "--saturated", "6") == {"saturated": {6: 18}}, "what the plan says"
 
 
 async def test_too_little_to_read_is_an_error(tmp_path: Path) -> None:

@@ -137,20 +137,23 @@ def test_rates_of_an_arm() -> None:
     ]
     counters = {
         "wasted_tokens": 60,
-        "usage": {"input_tokens": 500, "output_tokens": 100, "cached_tokens": None},
+        "usage": {"input_tokens": 700, "output_tokens": 100, "cached_tokens": 200},
         "preload_usage": {"input_tokens": 1000, "output_tokens": 5, "cached_tokens": 400},
     }
     background = [
         {"kind": "summary", "start_s": 0, "end_s": 1, "prompt_tokens": 1000, "cached_tokens": 900, "output_tokens": 9},
         {"kind": "preload", "start_s": 0, "end_s": 1, "prompt_tokens": 1000, "cached_tokens": 0, "output_tokens": 1},
+    ]
+    background += [
         {
-            "kind": "summary",
-            "start_s": 0,
+            "kind": kind,
+            "start_s": 0.5,
             "end_s": 1,
             "prompt_tokens": None,
             "cached_tokens": None,
             "output_tokens": None,
-        },
+        }
+        for kind in ("summary", "preload")
     ]
     turns = [turn(100), rewrite(100), rewrite(300, "promoted", cached_tokens=None)]
     made = cell("summarise", "lookahead", turns, lookaheads=lives, counters=counters, background=background)
@@ -159,7 +162,12 @@ def test_rates_of_an_arm() -> None:
     assert (found["lookaheads"], found["committed"], found["stale"]) == (4, 2, 1)
     assert found["stale_rate"] == 0.25 and found["stale_by_reason"] == {"digest_mismatch": 1}
     assert found["use_rate"] == pytest.approx(2 / 3, abs=1e-4), "what the session's end took is nobody's fault"
-    assert found["waste_rate"] == 0.01 and found["extra_rate"] == 0.2
+    assert found["waste_rate"] == 0.01
+    assert found["transform_tokens"] == 800 and found["preload_tokens"] == 600
+    assert found["aborted_tokens"] == 100, "half a second at 200 tokens a second"
+    assert found["extra_rate"] == pytest.approx((800 - 200 + 600 + 100) / 6000, abs=1e-4), (
+        "what was cached cost nothing"
+    )
     assert found["rewrites_cached"] == 0.7, "only what was reported"
     assert found["summaries_cached"] == 0.9
     assert found["turns_per_min"] == 1.8 and found["output_tokens_per_s"] == 0.72
@@ -264,6 +272,17 @@ def test_saturation_compares_with_smoothctx_switched_off() -> None:
     assert claim(found, "p95 TTFT").value == 1.04 and claim(found, "p95 TTFT").reached is True
     assert claim(found, "p95 between tokens").value == 1.1 and claim(found, "p95 between tokens").reached is False
     assert not pairs(data(off, on))
+
+
+def test_an_engine_that_takes_no_time_claims_nothing() -> None:
+    """Tokens that come in one packet have no time between them, and a first token at once has no tail."""
+    turns = [turn(0.0, gaps_ms=[0.0, 0.0]), rewrite(0.0)] * 20
+    arms_ = [cell("summarise", mode, turns) for mode in ("inline", "lookahead")]
+    arms_ += [cell("saturated", mode, turns, concurrency=4) for mode in ("off", "lookahead")]
+    found = claims(data(*arms_))
+    for aim in ("no spike", "p95 TTFT", "p95 between tokens", "mean between tokens"):
+        assert claim(found, aim).value is None and claim(found, aim).reached is None
+    assert not [c for c in found if "lower" in c.aim]
 
 
 def test_session_time_use_and_waste() -> None:

@@ -16,8 +16,9 @@ from smoothctx.bench import volume
 from smoothctx.bench.statistics import similarity, spearman, variation
 from smoothctx.bench.volume import QUICK, Settings, history, measure
 from smoothctx.bench.volume_figures import summary, table
+from smoothctx.bench.volume_simulated import Rates
 from smoothctx.economics import Speed
-from smoothctx.errors import ConfigurationError, EngineRefused, SmoothctxError
+from smoothctx.errors import ConfigurationError, SmoothctxError
 from smoothctx.testing import FakeEngine, run_virtual, valid_request
 
 SOURCES = Path(volume.__file__).resolve().parent.parent
@@ -224,6 +225,29 @@ def test_the_command_writes_its_cells_and_goes_on(
         options.run(options)
 
 
+def test_the_rates_are_measured_first_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``--rates`` on the engine of the cells, before them; what a simulation gains stands in the table."""
+    engine = FakeEngine("words " * 10, speed=Speed(float("inf"), float("inf")))
+    asked: list[tuple[Any, int, int]] = []
+
+    async def rates(used: Any, *, workers: int) -> Rates:
+        asked.append((used, workers, len(used.calls)))
+        return Rates(prefill=900.0, decode_alone=18.0, decode_beside=15.0, workers=workers)
+
+    monkeypatch.setattr(volume, "OpenAIEngine", lambda *_, **__: engine)
+    monkeypatch.setattr(volume, "measure_rates", rates)
+    file = tmp_path / "figures.json"
+    options = parse("--url", "http://x/v1", "--name", "m", "--quick", "--rates", "--json", str(file))
+    assert options.run(options) == 0
+    assert asked == [(engine, 2, 0)]
+    data, said = json.loads(file.read_text()), capsys.readouterr().out
+    assert data["rates"] == {"prefill": 900.0, "decode_alone": 18.0, "decode_beside": 15.0, "workers": 2}
+    assert all(row["simulated_gain"] > 0 for row in data["figures"]["rows"])
+    assert "gain  simulated" in said and "each of 2 beside 15.0" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -233,6 +257,7 @@ def test_the_command_writes_its_cells_and_goes_on(
         (["--temperature", "9"], "--temperature 9"),
         (["--path", "/nowhere/at/all"], "--path /nowhere/at/all"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json"),
+        (["--json", "/"], "--json /: that is a folder"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], named: str) -> None:
@@ -242,13 +267,39 @@ def test_wrong_arguments_are_named(arguments: list[str], named: str) -> None:
         options.run(options)
 
 
-def test_a_server_that_refuses_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill before the first cell already says so."""
+def test_an_engine_that_fails_makes_failed_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it fails before the first summary; they are measured again by the next run."""
+    file, refuses = tmp_path / "figures.json", [True]
 
-    def refusing(*_: Any, **__: Any) -> FakeEngine:
-        return FakeEngine("x", context_window=100, speed=Speed(float("inf"), float("inf")))
+    def server(*_: Any, **__: Any) -> FakeEngine:
+        window = {"context_window": 100} if refuses[0] else {}
+        return FakeEngine("words " * 10, speed=Speed(float("inf"), float("inf")), **window)
 
-    monkeypatch.setattr(volume, "OpenAIEngine", refusing)
-    options = parse("--url", "http://x/v1", "--name", "m", "--quick")
-    with pytest.raises(EngineRefused, match="context window"):
-        options.run(options)
+    monkeypatch.setattr(volume, "OpenAIEngine", server)
+    options = parse("--url", "http://x/v1", "--name", "m", "--quick", "--json", str(file))
+    assert options.run(options) == 1
+    data = json.loads(file.read_text())
+    assert len(data["cells"]) == 4 and data["figures"]["failed"] == 4 and data["figures"]["rows"] == []
+    assert all("context window" in c["error"] for c in data["cells"].values())
+    assert "failed cells: 4" in capsys.readouterr().out
+    refuses[0] = False
+    assert options.run(options) == 0
+    data = json.loads(file.read_text())
+    assert len(data["cells"]) == 8 and data["figures"]["failed"] == 0
+
+
+def test_a_sequential_summary_that_ended_early_gives_no_gain() -> None:
+    """On a server that does not take ``ignore_eos`` fewer tokens are not compared with many."""
+    cells: dict[str, dict[str, Any]] = {}
+    run_cells(SMALL, cells)
+    for run in range(2):
+        cells[f"sequential/400/detailed/{run}"]["output_tokens"] = 20
+    figures = summary(cells, SMALL.blocks, SMALL.details)
+    gains = {(r["block_tokens"], r["detail"]): r["speedup"] for r in figures["rows"]}
+    assert gains.pop((400, "detailed")) is None and all(gain > 1 for gain in gains.values())
+    shown = table(figures)
+    assert "no gain for 400 detailed: the sequential summary ended before" in shown
+    cells["sequential/400/detailed/0"]["output_tokens"] = cells["400/detailed/0"]["output_tokens"]
+    assert summary(cells, SMALL.blocks, SMALL.details)["rows"][1]["speedup"] is None, "one of two runs is too short"

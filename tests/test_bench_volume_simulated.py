@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from smoothctx.bench.volume_figures import summary, table
 from smoothctx.bench.volume_simulated import Rates, measure_rates, simulate, with_simulation
 from smoothctx.economics import Speed
-from smoothctx.errors import ConfigurationError
+from smoothctx.errors import ConfigurationError, EngineProtocolError
 from smoothctx.testing import FakeEngine, run_virtual
 
 #: of a small model on two cores: four at once decode at five sixths of the rate of one
@@ -58,6 +59,20 @@ def test_the_rates_of_an_engine_are_measured() -> None:
     rates = run_virtual(run)
     assert rates.prefill == pytest.approx(1000.0, rel=0.02) and rates.decode_alone == pytest.approx(20.0, rel=0.02)
     assert rates.decode_beside == pytest.approx(20.0, rel=0.1), "prefills are part of it" and rates.workers == 4
+
+
+async def test_an_engine_that_counts_no_prompt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its usage says 0 for every prompt: no rate can come of it."""
+    engine = FakeEngine("count " * 60, speed=Speed(float("inf"), float("inf")))
+    real = engine._completion
+
+    def counts_nothing(*arguments: Any) -> Any:
+        done = real(*arguments)
+        return replace(done, usage=replace(done.usage, input_tokens=0, cached_tokens=0))
+
+    monkeypatch.setattr(engine, "_completion", counts_nothing)
+    with pytest.raises(EngineProtocolError, match="prompt_tokens: 0"):
+        await measure_rates(engine, workers=2)
 
 
 def cell(kind: str, tokens: int, wall_s: float) -> dict[str, Any]:

@@ -390,6 +390,7 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         (["--tokens", "3"], "--tokens 3: expected a whole number of at least 64"),
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: this environment variable is not set"),
         (["--json", str(tmp_path / "no" / "x.json")], "the folder"),
+        (["--json", str(tmp_path)], "that is a folder"),
         (["--events", str(tmp_path / "no.jsonl")], "No such file"),
         (["--prompt", str(tmp_path / "no.txt")], "No such file"),
     ):
@@ -397,6 +398,18 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         assert text in capsys.readouterr().err
     assert main(["doctor", "nonsense"]) == 1
     assert "base_url='nonsense'" in capsys.readouterr().err
+
+
+def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not in the error of a server that lists no models either."""
+
+    async def nothing(self: Any, path: str) -> Any:
+        return {"data": []}
+
+    monkeypatch.setattr("smoothctx.engines.client.OpenAIEngine.get_json", nothing)
+    assert main(["doctor", "http://bob:secret@127.0.0.1:9"]) == 1
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9 lists no models" in said and "secret" not in said
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,9 @@ import anyio
 
 from ..codec import OpenAIMessages
 from ..engines import EmbeddedEngine, OpenAIEngine
+from ..engines.http import without_user
 from ..errors import ConfigurationError, SmoothctxError
+from ..outputs import check_file, write_whole
 from ..transforms import ParallelSummarize, Summarize
 from ..transforms.base import Transform, TransformRequest
 from ..transforms.inputs import opens_with_user, units
@@ -37,6 +39,8 @@ GREEDY = {"temperature": 0}
 #: tokens of an answer, and of an action
 ANSWER_TOKENS, ACTION_TOKENS = 48, 96
 RAW = "raw"
+#: what its files are marked with
+NAME = "qa"
 #: cells of an earlier way to compact or to score are not taken over
 SCORES = 2
 #: with ``--quick``: what is asked, and how short the summaries are
@@ -104,8 +108,10 @@ def add_parser(kinds: Any) -> None:
         ),
     )
     parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
-    parser.add_argument("--model", metavar="NAME", help="its model's name; a GGUF file for the embedded engine")
-    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key")
+    parser.add_argument("--name", metavar="NAME", help="the model's name on that server")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds it instead")
+    parser.add_argument("--model", metavar="FILE.gguf", help="weights of the embedded engine; with --url as --name")
     parser.add_argument("--window", type=int, default=8192, metavar="N", help="context window, tokens (default 8192)")
     parser.add_argument("--hotpotqa", type=Path, metavar="FILE", help="questions of a HotpotQA file instead of ours")
     parser.add_argument("--locomo", type=Path, metavar="FILE", help="questions of a LoCoMo file instead of ours")
@@ -118,27 +124,25 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two questions of each kind, one block size, short summaries"
     )
-    parser.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="keep finished cells here and skip them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell and the table as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="every cell and the table; an interrupted run goes on from it"
+    )
     parser.set_defaults(run=command)
 
 
 def command(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code: 1 when no question could be asked at all."""
     items, settings = chosen_items(options), chosen_settings(options)
-    for option, file in (("--json", options.json), ("--resume", options.resume)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigurationError(f"{option} {file}: the folder {file.absolute().parent} does not exist")
+    check_file("--json", options.json)
     cells: list[Cell] = []
     try:
         anyio.run(_with_engine, options, items, settings, cells)
-    finally:  # also when interrupted: what is there is shown, and with --resume nothing of it is lost
+    finally:  # also when interrupted: what is there is shown, and with --json nothing of it is lost
         if cells:
             print(table(cells))
             if note := weakness(cells):
                 print(note)
             if options.json is not None:
-                options.json.write_text(json.dumps(as_json(cells), indent=2) + "\n", encoding="utf-8")
                 print(f"figures: {options.json}")
     return 0 if any(not c.error for c in cells) else 1
 
@@ -208,19 +212,29 @@ def _names(option: str, value: str, allowed: Sequence[str]) -> list[str]:
 async def _with_engine(
     options: argparse.Namespace, items: Sequence[Item], settings: Sequence[Setting], cells: list[Cell]
 ) -> None:
+    held = _read(options.json)
     if options.url is None:
         print("starting the embedded engine ...", file=sys.stderr, flush=True)
         engine: Any = EmbeddedEngine(options.model, context_window=options.window, slots=1)
+        name = options.model
     else:
-        if not options.model:
-            raise ConfigurationError("--url needs --model NAME")
-        key = os.environ.get(options.api_key_env) if options.api_key_env else None
-        if options.api_key_env and not key:
-            raise ConfigurationError(f"--api-key-env {options.api_key_env}: the variable is not set")
-        engine = OpenAIEngine(options.url, options.model, api_key=key, context_window=options.window)
+        name = options.name or options.model
+        if not name:
+            raise ConfigurationError("--url: needs --name NAME, the model's name on that server")
+        engine = OpenAIEngine(options.url, name, api_key=_key(options), context_window=options.window)
     async with engine:
-        name = options.model or getattr(engine, "model", "embedded")
-        await measure(engine, f"{options.url or 'embedded'}#{name}", items, settings, cells, options.resume)
+        place = without_user(options.url or "embedded")
+        identity = f"{place}#{name or getattr(engine, 'model', 'embedded')}"
+        await measure(engine, identity, items, settings, cells, options.json, held)
+
+
+def _key(options: argparse.Namespace) -> str | None:
+    if options.api_key_env is None or options.api_key is not None:
+        return None if options.api_key is None else str(options.api_key)
+    key = os.environ.get(options.api_key_env)
+    if not key:  # what was given may be the key itself: it is not shown
+        raise ConfigurationError("--api-key-env: the environment variable that it names is not set")
+    return key
 
 
 async def measure(
@@ -229,29 +243,43 @@ async def measure(
     items: Sequence[Item],
     settings: Sequence[Setting],
     cells: list[Cell],
-    resume: Path | None = None,
+    file: Path | None = None,
+    held: Mapping[str, Cell] | None = None,
 ) -> None:
-    """Ask every question under every setting and put the cells into ``cells``; with ``resume`` only what is missing
-    in that file, which each finished cell is added to at once."""
-    done = _finished(resume)
+    """Ask every question under every setting and put the cells into ``cells``, but for what is among the ``held`` ones
+    of an earlier run and did not fail. After each cell the ``file`` has all of them."""
+    left = dict(held or {})
     total = len(items) * len(settings)
     for item in items:
         reference = ""
         for setting in settings:
             key = cell_key(identity, item, setting)
-            cell = done.get(key)
-            if cell is None:
-                cell = replace(await ask(engine, item, setting, reference), key=key)
-                _keep(resume, cell)
+            cell = left.pop(key, None)
+            if cell is None or cell.error:
+                cell = replace(await ask(engine, item, setting), key=key)
             if setting.name == RAW:
                 reference = cell.answer
+            cell = compared(cell, reference)
             cells.append(cell)
+            if file is not None:
+                write_whole(file, json.dumps(as_json(cells, list(left.values())), indent=2) + "\n")
             shown = cell.error or f"{cell.context_tokens} tokens: {cell.answer[:60]!r}"
             print(f"[{len(cells)}/{total}] {item.id} {setting.name}: {shown}", file=sys.stderr, flush=True)
 
 
-async def ask(engine: Any, item: Item, setting: Setting, reference: str = "") -> Cell:
-    """One cell: compact, ask, score. ``reference``: what was said with the raw context."""
+def compared(cell: Cell, reference: str) -> Cell:
+    """An action's score: how near it is to the ``reference``, what was said with the raw context. Without a call in
+    that one there is nothing to compare."""
+    if cell.kind != "action" or cell.error:
+        return cell
+    expected = action_of(reference)
+    if expected.tool is None:
+        return replace(cell, equivalence=None)
+    return replace(cell, equivalence=equivalence(action_of(cell.answer), expected).score)
+
+
+async def ask(engine: Any, item: Item, setting: Setting) -> Cell:
+    """One cell: compact, ask, and score what can be scored by itself."""
     raw = sum(map(CODEC.estimate, item.messages))
     cell = Cell(key="", setting=setting.name, kind=item.kind, item=item.id, raw_tokens=raw)
     try:
@@ -265,10 +293,7 @@ async def ask(engine: Any, item: Item, setting: Setting, reference: str = "") ->
     answer = strip_thinking(reply.text)
     cell = replace(cell, answer=answer, context_tokens=sum(map(CODEC.estimate, context)))
     if item.kind == "action":
-        expected = action_of(answer if setting.name == RAW else reference)
-        if expected.tool is None:  # nothing was called with the raw context: there is nothing to compare
-            return cell
-        return replace(cell, equivalence=equivalence(action_of(answer), expected).score)
+        return cell
     kept = held("\n".join(map(CODEC.text, context)), item.answers)
     return replace(cell, held=kept, exact_match=exact_match(answer, item.answers), f1=f1(answer, item.answers))
 
@@ -289,27 +314,22 @@ def cell_key(identity: str, item: Item, setting: Setting) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _finished(resume: Path | None) -> dict[str, Cell]:
-    """The cells of an earlier run; a last line that was cut off, and failures, are asked again."""
-    found: dict[str, Cell] = {}
-    if resume is None or not resume.exists():
-        return found
-    for line in resume.read_text(encoding="utf-8").splitlines():
-        try:
-            cell = Cell(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        if not cell.error:
-            found[cell.key] = cell
-    return found
+def _read(file: Path | None) -> dict[str, Cell]:
+    """The cells of an earlier run, by key.
 
-
-def _keep(resume: Path | None, cell: Cell) -> None:
-    if resume is None:
-        return
-    cut = resume.exists() and not resume.read_bytes().endswith(b"\n") and resume.stat().st_size > 0
-    with resume.open("a", encoding="utf-8") as file:
-        file.write(("\n" if cut else "") + json.dumps(asdict(cell)) + "\n")
+    Raises:
+        ConfigurationError: it is not a file of this benchmark.
+    """
+    if file is None or not file.exists():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["benchmark"] != NAME:
+            raise ValueError(f"its benchmark is {data['benchmark']!r}")
+        cells = [Cell(**cell) for cell in data["cells"]]
+        return {cell.key: cell for cell in cells}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--json {file}: it is not a file of this benchmark ({error})") from error
 
 
 def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -376,6 +396,7 @@ def _score(value: float | None) -> str:
     return f"{'-' if value is None else f'{value:.2f}':>5}"
 
 
-def as_json(cells: Sequence[Cell]) -> Mapping[str, Any]:
-    """Everything for machines: the rows of the table, and each cell."""
-    return {"benchmark": "qa", "rows": rows(cells), "cells": [asdict(c) for c in cells]}
+def as_json(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Mapping[str, Any]:
+    """Everything for machines: the rows of the table, and each cell. ``others`` are cells of earlier runs with other
+    questions, settings or engines: kept, and in no row."""
+    return {"benchmark": NAME, "rows": rows(cells), "cells": [asdict(c) for c in (*cells, *others)]}

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,11 +21,26 @@ import anyio
 
 from .. import __version__
 from ..engines import find_weights
+from ..engines.http import without_user
 from ..errors import ConfigurationError, SmoothctxError
+from ..outputs import check_file, check_folder
 from . import ttft_file, ttft_report
 from .ttft_agent import Bench, Pools, Turn
 from .ttft_engine import Calibration, calibrate, embedded, server
-from .ttft_plan import DEFAULT_PLAN, SATURATED, STRATEGIES, Cell, Settings, cells, pool, read_plan, tool_time, window
+from .ttft_plan import (
+    ABORT,
+    DEFAULT_PLAN,
+    GROWING,
+    SATURATED,
+    STRATEGIES,
+    Cell,
+    Settings,
+    cells,
+    pool,
+    read_plan,
+    tool_time,
+    window,
+)
 from .ttft_reached import best, claims
 from .ttft_run import measure
 
@@ -85,13 +100,14 @@ def add_parser(kinds: Any) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code."""
-    for name, place in (("json", options.json), ("figures", options.figures)):
-        if place is not None and not place.absolute().parent.is_dir():
-            raise ConfigurationError(f"--{name} {place}: the folder {place.absolute().parent} does not exist")
-    if options.plots is not None and not options.plots.is_dir():
-        raise ConfigurationError(f"--plots {options.plots}: there is no such folder")
+    check_file("--json", options.json)
+    check_file("--figures", options.figures)
+    check_folder("--plots", options.plots)
+    measured = [*(options.report or ()), *([] if options.json is None else [options.json])]
+    if options.figures is not None and options.figures.resolve() in [file.resolve() for file in measured]:
+        raise ConfigurationError(f"--figures {options.figures}: that is the file of the turns; name another one")
     if options.report is not None:
-        _report({file.stem: ttft_file.read(file) for file in options.report}, options)
+        _report({name: ttft_file.read(file) for name, file in _names(options.report).items()}, options)
         return 0
     settings, plan = _settings(options), _plan(options)
     if options.url and not options.name:
@@ -106,10 +122,20 @@ def command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _names(files: Sequence[Path]) -> dict[str, Path]:
+    """A name for each file: its stem, with as many of its folders before it as tell all of them apart."""
+    places = list(dict.fromkeys(file.resolve() for file in files))
+    for depth in range(max(len(place.parts) for place in places) - 1):
+        names = ["-".join([*place.parts[1:-1], place.stem][-1 - depth :]) for place in places]
+        if len(set(names)) == len(names):
+            return dict(zip(names, places, strict=True))
+    return {f"{k}-{place.stem}": place for k, place in enumerate(places, 1)}  # t.json and t.txt in one folder
+
+
 def _report(files: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
     """Tables of each file, what came of all of them together, and the files that were asked for."""
-    for data in files.values():
-        print("\n" + ttft_report.text(data))
+    for name, data in files.items():
+        print(f"\n{name}: {ttft_report.text(data)}" if len(files) > 1 else f"\n{ttft_report.text(data)}")
     if len(files) > 1:
         print("\n" + ttft_report.reached(best({name: claims(data) for name, data in files.items()})))
     if options.figures is not None:
@@ -130,18 +156,21 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if options.plan is not None:
-        return read_plan(options.plan)
     levels, sessions = options.concurrency or [], options.sessions
     for name, values in (("concurrency", levels), ("sessions", [sessions]), ("saturated", [options.saturated])):
         if any(v is not None and v < 1 for v in values):
             raise ConfigurationError(f"--{name} {' '.join(map(str, values))}: expected at least 1")
-    plan: dict[str, Mapping[int, int]] = {}
-    for strategy in options.strategies or STRATEGIES:
-        own = DEFAULT_PLAN[strategy]
-        plan[strategy] = {c: sessions or own.get(c, max(own.values())) for c in levels or own}
+    plan: dict[str, dict[int, int]] = {}
+    if options.plan is not None:
+        if options.strategies or levels or sessions:
+            raise ConfigurationError("--plan: stands for --strategies, --concurrency and --sessions; leave these out")
+        plan = read_plan(options.plan)
+    else:
+        for strategy in options.strategies or STRATEGIES:
+            own = DEFAULT_PLAN[strategy]
+            plan[strategy] = {c: sessions or own.get(c, max(own.values())) for c in levels or own}
     if options.saturated is not None:
-        plan[SATURATED] = {options.saturated: 2 * options.saturated}
+        plan.setdefault(SATURATED, {}).setdefault(options.saturated, 2 * options.saturated)
     return plan
 
 
@@ -167,7 +196,7 @@ async def _engine(options: argparse.Namespace, settings: Settings, plan: Plan, s
     if options.url:
         async with server(settings, options.url, options.name, options.api_key) as remote:
             found = await remote.probe()
-            say(f"{options.url}: {found.flavour} {found.version or ''}".rstrip())
+            say(f"{without_user(options.url)}: {found.flavour} {found.version or ''}".rstrip())
             needed = max(int(0.85 * window(s, settings)) + settings.long * settings.turn_tokens for s in plan)
             if found.context_window is not None and found.context_window < needed:
                 raise ConfigurationError(
@@ -205,12 +234,16 @@ async def run(
     data = ttft_file.go_on(file, about)
     count = _counter(engine)
     turns = await pool(folder, settings, count)
+    texts = ttft_file.digest(turns)
+    if data is not None and file is not None and not ttft_file.check_texts(file, data, texts):
+        say(f"{file} does not tell which texts were read (an older version wrote it); its cells are kept")
     if data is None:
         say("calibrating ...")
         calibration = await calibrate(engine, settings, turns[0].text + turns[1].text, clock=clock)
         data = {
             "format": ttft_file.FORMAT,
             **about,
+            "texts_digest": texts,
             "version": __version__,
             "machine": {"cpus": os.cpu_count(), "machine": platform.machine()},
             "capabilities": _capabilities(engine),
@@ -223,7 +256,8 @@ async def run(
         say("offload is left out: the server's chat template takes no tool results")
     small = [] if SATURATED not in plan else await pool(folder, settings, count, tokens=settings.saturated_turn_tokens)
     todo = [c for c in wanted if c.key not in data["cells"]]
-    tool_s = {(c.strategy, c.concurrency): _tool_s(data, settings, calibration, c) for c in wanted}
+    warming = ABORT if _gives_way(engine, settings) else GROWING
+    tool_s = {(c.strategy, c.concurrency): _tool_s(data, settings, calibration, c, warming) for c in wanted}
     _tell(settings, calibration, tool_s, wanted, todo, say)
 
     def on_turn(cell: Cell, name: str, turn: Turn) -> None:
@@ -285,14 +319,22 @@ def _capabilities(engine: Any) -> dict[str, Any]:
     return {} if known is None else asdict(known)
 
 
-def _tool_s(data: Mapping[str, Any], settings: Settings, calibration: Calibration, cell: Cell) -> float:
+def _gives_way(engine: Any, settings: Settings) -> bool:
+    """Is a view preloaded by one request that gives way to turns, and not by growing prefixes?"""
+    known = getattr(engine, "capabilities", None)
+    flavour = None if known is None else known.flavour
+    return (settings.preload or ("abort" if flavour == "llama.cpp" else "growing")) == "abort"
+
+
+def _tool_s(data: Mapping[str, Any], settings: Settings, calibration: Calibration, cell: Cell, warming: float) -> float:
     """Seconds between two turns: what the file's cells of this kind had, else by the calibration."""
     if cell.strategy == SATURATED:
         return 0.0
     for there in data["cells"].values():
         if (there["strategy"], there["concurrency"]) == (cell.strategy, cell.concurrency):
             return float(there["tool_s"])
-    return tool_time(settings, cell.strategy, cell.concurrency, calibration.prefill, calibration.decode)
+    rates = calibration.prefill, calibration.decode
+    return tool_time(settings, cell.strategy, cell.concurrency, *rates, warming=warming)
 
 
 def _expected_s(

@@ -178,13 +178,16 @@ class Agent:
             options = {**options, **session.request_options()}
         arrivals: list[float] = []
         async with _call_of(session) as foreground:
+
+            def on_token() -> None:  # also of reasoning, which is no text
+                arrivals.append(self.clock())
+                if foreground is not None and len(arrivals) == 1:
+                    foreground.first_token()
+
             async with self.engine.turn(sent(view), max_tokens=self.settings.reply_tokens, **options) as stream:
-                async for _ in stream:
-                    arrivals.append(self.clock())
-                    if foreground is not None and len(arrivals) == 1:
-                        foreground.first_token()
-            end, completion = self.clock(), stream.completion
-            assert completion is not None
+                stream.on_token = on_token
+                completion = await stream.drain()
+            end = self.clock()
             if foreground is not None:
                 foreground.report(completion.usage)
         new = [] if session is None else list(session.receipts)[len(receipts) :]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..engines import EmbeddedEngine, OpenAIEngine
-from ..errors import EngineRefused
+from ..errors import EngineProtocolError, EngineRefused
 from ..usage import Usage
 from .ttft_plan import STRATEGIES, Settings, window
 
@@ -134,7 +134,7 @@ async def calibrate(engine: Any, settings: Settings, text: str, *, clock: Callab
     """Find out the options, the time of a minimal request and the rates. ``text``: a turn's worth and more.
 
     Raises:
-        EngineError: when it does not answer at all.
+        EngineError: when it does not answer at all, or not so that anything can be measured.
     """
     options, refused = await _options(engine)
     times = []
@@ -149,11 +149,20 @@ async def calibrate(engine: Any, settings: Settings, text: str, *, clock: Callab
         prompt = [{"role": "user", "content": f"{secrets.token_hex(4)} {text}\n\nWrite a note."}]
         for again in range(2 if k else 1):
             done = await engine.complete(prompt, max_tokens=max(16, settings.reply_tokens), **options)
+            if done.usage.input_tokens < 1:
+                raise EngineProtocolError(
+                    f"{engine.identity}: the server's usage says prompt_tokens: 0 of a prompt that has many; nothing "
+                    "can be measured by it"
+                )
+            if done.ttft_s is None:
+                raise EngineProtocolError(
+                    f"{engine.identity}: the server's answers are empty: no first token ever came"
+                )
             if again:
                 cached = done.usage.cached_tokens
-            elif done.ttft_s is not None:
-                decode = max(1e-9, done.total_s - done.ttft_s) / max(1, done.usage.output_tokens - 1)
-                rates.append((done.usage.input_tokens / max(1e-3, done.ttft_s - minimal), 1 / max(decode, 1e-6)))
+                continue
+            decode = max(1e-9, done.total_s - done.ttft_s) / max(1, done.usage.output_tokens - 1)
+            rates.append((done.usage.input_tokens / max(1e-3, done.ttft_s - minimal), 1 / max(decode, 1e-6)))
     return Calibration(
         prefill=round(statistics.median(p for p, _ in rates), 1),
         decode=round(statistics.median(d for _, d in rates), 1),

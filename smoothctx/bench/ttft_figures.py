@@ -23,12 +23,13 @@ _NEAR, _NEAR_TOKENS = 0.15, 24
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Everything that was measured of one strategy at one concurrency in one mode."""
+    """Everything that was measured of one strategy at one concurrency in one mode, at this prefill rate."""
 
     strategy: str
     concurrency: int
     mode: str
     cells: Sequence[Mapping[str, Any]]
+    prefill: float
 
     @property
     def sessions(self) -> list[Mapping[str, Any]]:
@@ -73,7 +74,8 @@ def arms(data: Mapping[str, Any]) -> dict[tuple[str, int, str], Arm]:
     found: dict[tuple[str, int, str], list[Any]] = {}
     for cell in data["cells"].values():
         found.setdefault((cell["strategy"], cell["concurrency"], cell["mode"]), []).append(cell)
-    return {key: Arm(*key, cells) for key, cells in sorted(found.items())}
+    prefill = data["calibration"]["prefill"]
+    return {key: Arm(*key, cells, prefill) for key, cells in sorted(found.items())}
 
 
 def pairs(data: Mapping[str, Any]) -> dict[Group, tuple[Arm, Arm]]:
@@ -156,6 +158,7 @@ def _work(arm: Arm, prompt: int) -> dict[str, Any]:
         reasons[life["reason"]] = reasons.get(life["reason"], 0) + 1
     transform = arm.total("usage", "input_tokens") + arm.total("usage", "output_tokens")
     warmed = arm.total("preload_usage", "input_tokens") - arm.total("preload_usage", "cached_tokens")
+    evaluated = transform - arm.total("usage", "cached_tokens") + warmed + aborted_tokens(arm)
     return {
         "lookaheads": started,
         "committed": sum("committed_s" in life for life in arm.lookaheads),
@@ -169,9 +172,22 @@ def _work(arm: Arm, prompt: int) -> dict[str, Any]:
         "waste_rate": _ratio(arm.total("wasted_tokens"), prompt),
         "transform_tokens": transform,
         "preload_tokens": warmed,
-        "extra_rate": _ratio(transform + warmed, prompt),
+        "aborted_tokens": aborted_tokens(arm),
+        "extra_rate": _ratio(evaluated, prompt),
         "summaries_cached": _share([c["cached_tokens"] for c in summaries], [c["prompt_tokens"] for c in summaries]),
     }
+
+
+def aborted_tokens(arm: Arm) -> int:
+    """Tokens that preload requests evaluated before they gave way to a turn: estimated by their time and the prefill
+    rate, since no server reports any. At most this many: a request may have waited at the server."""
+    seconds: float = sum(
+        c["end_s"] - c["start_s"]
+        for cell in arm.cells
+        for c in cell["background"]
+        if c["kind"] == "preload" and c["prompt_tokens"] is None
+    )
+    return round(seconds * arm.prefill)
 
 
 def finished_lookaheads(arm: Arm) -> int:

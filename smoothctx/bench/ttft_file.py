@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..demo.chunks import Chunk
 from ..errors import ConfigurationError
 
 FORMAT = "smoothctx ttft 1"
@@ -45,6 +47,29 @@ def go_on(file: Path | None, about: Mapping[str, Any]) -> dict[str, Any] | None:
             f"--json {file}: it holds a measurement with other settings ({detail}); name another file, or remove it"
         )
     return data
+
+
+def digest(texts: Sequence[Chunk]) -> str:
+    """Names what the agents read by its content."""
+    found = hashlib.blake2b(digest_size=16)
+    for chunk in texts:
+        found.update(f"{len(chunk.text)} {chunk.text}".encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
+
+
+def check_texts(file: Path, data: Mapping[str, Any], texts: str) -> bool:
+    """Are these the texts of the cells that are there? ``False`` where an older version did not write that down.
+
+    Raises:
+        ConfigurationError: they are others.
+    """
+    there = data.get("texts_digest")
+    if there not in (None, texts):
+        raise ConfigurationError(
+            f"--json {file}: its agents read other texts (what is below --path has changed since); name another file, "
+            "or remove it"
+        )
+    return there is not None
 
 
 def _difference(name: str, there: Any, wanted: Any) -> str:

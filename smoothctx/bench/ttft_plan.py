@@ -28,6 +28,13 @@ LONG_EVERY = 9
 #: share of the time between two turns that the whole work of ``concurrency`` sessions is to take
 LOADS: Mapping[int, float] = {1: 0.7, 2: 0.85}
 HIGH_LOAD = 1.2
+#: share of the prefill rate at which idle time warms a view, by growing prefixes (vLLM: 0.26 to 0.44 were measured) and
+#: by one request that gives way
+GROWING, ABORT = 0.4, 0.9
+#: turns that come while a view is warmed, and are to be warmed with it
+_MEANWHILE = 2
+#: turns that a sub-agent is handed
+_HANDED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +136,30 @@ def cells(plan: Mapping[str, Mapping[int, int]]) -> list[Cell]:
     return found
 
 
-def tool_time(settings: Settings, strategy: str, concurrency: int, prefill: float, decode: float) -> float:
+def tool_time(
+    settings: Settings, strategy: str, concurrency: int, prefill: float, decode: float, *, warming: float = GROWING
+) -> float:
     """Seconds between two turns, so that ``concurrency`` sessions with all their rewrites load the engine as planned.
 
-    ``prefill`` and ``decode`` are its rates in tokens per second, of one request alone.
+    ``prefill`` and ``decode`` are its rates in tokens per second, of one request alone. A view is warmed in idle time,
+    at ``warming`` of the prefill rate, and with it the turns that come meanwhile. A sub-agent's opening has one tool
+    time.
     """
     if settings.tool_s is not None:
         return settings.tool_s
+    turn_tokens = settings.turn_tokens + settings.reply_tokens
     turn = settings.turn_tokens / prefill + settings.reply_tokens / decode
     summary = settings.summary_tokens / decode if strategy == "summarise" else 0.0  # the others ask no model
-    rewrite = summary + 0.4 * window(strategy, settings) / prefill
-    every = 0.45 * settings.window / (settings.turn_tokens + settings.reply_tokens)
+    warmed = 0.4 * window(strategy, settings) + _MEANWHILE * turn_tokens
+    rewrite = summary + warmed / (warming * prefill)
+    gained = 0.2 if strategy == "offload" else 0.45  # stubs stay: the next rewrite is due sooner
+    every = gained * settings.window / turn_tokens
     period = concurrency * (turn + rewrite / every) / LOADS.get(concurrency, HIGH_LOAD)
-    return round(max(0.5, period - turn), 1)
+    least = 0.5
+    if strategy == "isolate":  # the last two turns, one of them a long one; the other sessions' turns come between
+        opening = (_HANDED + settings.long - 1) * turn_tokens / (warming * prefill)
+        least = opening + (concurrency - 1) * turn
+    return round(max(least, period - turn), 1)
 
 
 async def pool(folder: Path, settings: Settings, count: Count, *, tokens: int | None = None) -> list[Chunk]:

@@ -116,8 +116,9 @@ def _tails(both: Mapping[tuple[str, int], tuple[Arm, Arm]]) -> list[Claim]:
     for concurrency in sorted({c for _, c in both}):
         where = f"{concurrency} at once ({level(concurrency)})"
         group = {s: both[s, concurrency] for s in STRATEGIES if (s, concurrency) in both}
-        group = {s: arms for s, arms in group.items() if arms[0].rewrites and arms[1].rewrites}
         for name, tail in (("p95", lambda v: percentile(v, 0.95)), ("max", max)):
+            # An engine that answers in no time has no tail to compare.
+            group = {s: arms for s, arms in group.items() if all(a.rewrites and tail(ttfts(a.rewrites)) for a in arms)}
             ratios = {s: tail(ttfts(b.rewrites)) / tail(ttfts(a.rewrites)) for s, (a, b) in group.items()}
             n = min((min(len(a.rewrites), len(b.rewrites)) for a, b in group.values()), default=0)
             if len(group) == len(STRATEGIES):
@@ -154,8 +155,9 @@ def _spike(where: str, ahead: Arm) -> Claim:
             note = f"{len(rewrites) - len(values)} turns have no ordinary one of their size"
     if not values or not likes:
         return _claim("no spike", where, "<= 1.2", None, "x", False, len(values), note=note)
-    value = percentile(values, 0.95) / weighted_percentile(likes, 0.95)
-    return _claim("no spike", where, "<= 1.2", value, "x", value <= 1.2, min(len(values), len(likes)), note=note)
+    value = _ratio(percentile(values, 0.95), weighted_percentile(likes, 0.95))
+    ok = value is not None and value <= 1.2
+    return _claim("no spike", where, "<= 1.2", value, "x", ok, min(len(values), len(likes)), note=note)
 
 
 def _harm(where: str, group: Sequence[tuple[Arm, Arm]], minimal_ms: float) -> Claim:
@@ -183,6 +185,15 @@ def _harm(where: str, group: Sequence[tuple[Arm, Arm]], minimal_ms: float) -> Cl
     return _claim("no harm", where, f"<= {allowed:.0f} ms", value, "ms", value <= allowed, len(values), note=note)
 
 
+def _ratio(value: float, to: float) -> float | None:
+    """``None`` where there is nothing to compare with: tokens of one packet have no time between them."""
+    return value / to if to else None
+
+
+def _p95(values: Sequence[float]) -> float:
+    return percentile(values, 0.95)
+
+
 def _saturation(where: str, off: Arm, on: Arm) -> list[Claim]:
     found = []
     ran = sum(1 for cell in on.cells for _ in cell["background"])
@@ -194,11 +205,8 @@ def _saturation(where: str, off: Arm, on: Arm) -> list[Claim]:
         a, b = values(off), values(on)
         ratio = None
         if a and b:
-            ratio = (
-                statistics.fmean(b) / statistics.fmean(a)
-                if aim[0] == "m"
-                else percentile(b, 0.95) / percentile(a, 0.95)
-            )
+            value = statistics.fmean if aim.startswith("mean") else _p95
+            ratio = _ratio(value(b), value(a))
         n = min(len(off.ordinary), len(on.ordinary))
         ok = ratio is not None and ratio <= 1.05
         found.append(_claim(aim, where, "<= 1.05", ratio, "x", ok, n, note=f"{ran} background calls ran"))

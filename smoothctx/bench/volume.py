@@ -22,6 +22,7 @@ from ..codec import OpenAIMessages
 from ..demo.chunks import chunks
 from ..engines import EmbeddedEngine, OpenAIEngine, find_weights
 from ..errors import ConfigurationError, SmoothctxError
+from ..outputs import check_file, write_whole
 from ..tokens import count_text
 from ..transforms.base import TransformRequest
 from ..transforms.parallel import ParallelSummarize
@@ -170,11 +171,12 @@ async def _timed(
 ) -> dict[str, Any]:
     # A conversation of its own for each cell, as the agent left it: its prefix is cached, and no other cell's is.
     own = {"role": "system", "content": f"You are an agent. Conversation {'/'.join(map(str, about.values()))}."}
-    await engine.prefill([own, *messages])
     request = TransformRequest(messages=list(messages), before=[own], codec=CODEC)
     started = clock()
     error, texts, tokens, calls, raw = None, [], 0, 0, 0
     try:
+        await engine.prefill([own, *messages])
+        started = clock()
         rewrite = await transform.apply(request)
     except SmoothctxError as failed:  # a model that cannot do it is a figure too
         error = f"{type(failed).__name__}: {failed}"
@@ -239,17 +241,16 @@ def command(options: argparse.Namespace) -> int:
     folder = options.path or Path(__file__).resolve().parent.parent
     if not folder.exists():
         raise ConfigurationError(f"--path {folder}: there is no such folder")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json {options.json}: the folder {options.json.absolute().parent} does not exist")
+    check_file("--json", options.json)
     data, rates = anyio.run(_run, options, settings, folder)
     if rates is not None:
         data["rates"] = asdict(rates)
         data["figures"] = with_simulation(data["figures"], rates)
     print("\n" + table(data["figures"]))
     if options.json is not None:
-        _write(options.json, data)
+        write_whole(options.json, json.dumps(data, indent=1) + "\n")
         print(f"figures: {options.json}")
-    return 0
+    return 0 if data["figures"]["rows"] else 1
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -280,7 +281,7 @@ async def _run(options: argparse.Namespace, settings: Settings, folder: Path) ->
 
         def done() -> None:
             if options.json is not None:
-                _write(options.json, data())
+                write_whole(options.json, json.dumps(data(), indent=1) + "\n")
 
         rates = await measure_rates(engine, workers=settings.workers) if options.rates else None
         await measure(engine, messages, settings, cells, done=done, say=lambda line: print(line, flush=True))
@@ -308,7 +309,7 @@ def _digest(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _read(file: Path | None, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The cells that an interrupted run left, if it measured the same.
+    """The cells that an interrupted run left, if it measured the same; those that failed are measured again.
 
     Raises:
         ConfigurationError: the file is of another measurement, or no such file at all.
@@ -318,16 +319,9 @@ def _read(file: Path | None, about: Mapping[str, Any]) -> dict[str, dict[str, An
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         same = all(data[name] == json.loads(json.dumps(value)) for name, value in about.items())
-        cells: dict[str, dict[str, Any]] = data["cells"]
-    except (ValueError, KeyError, TypeError) as error:
+        cells: dict[str, dict[str, Any]] = {name: {"error": None, **cell} for name, cell in data["cells"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"--json {file}: it is not a file of this benchmark ({error})") from error
     if not same:
         raise ConfigurationError(f"--json {file}: it holds another measurement; name another file, or remove it")
-    return cells
-
-
-def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """All of it or nothing: an interruption leaves the file as it was."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    return {name: cell for name, cell in cells.items() if cell["error"] is None}

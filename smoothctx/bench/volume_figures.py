@@ -7,6 +7,9 @@ from typing import Any
 
 from .statistics import similarity, spearman, variation
 
+#: part of the blocks' tokens that a sequential summary must have to be compared with them
+NEARLY = 0.9
+
 
 def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], details: Sequence[str]) -> dict[str, Any]:
     """The figures over all runs: a row for each block size and detail, and the rank correlations."""
@@ -33,7 +36,8 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
                 "sequential_wall_s": _mean([c["wall_s"] for c in sequential]),
                 "sequential_tokens_per_s": _mean([c["tokens_per_s"] or 0.0 for c in sequential]),
             }
-            figures["speedup"] = _speedup(figures)
+            figures["matched"] = _matched(parallel, sequential)
+            figures["speedup"] = _speedup(figures) if figures["matched"] else None
             rows.append(figures)
     made = [c for c in cells.values() if c["kind"] == "parallel"]
     good = [c for c in made if c["error"] is None]
@@ -60,6 +64,12 @@ def _columns(cells: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float]
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _matched(parallel: Sequence[Mapping[str, Any]], sequential: Sequence[Mapping[str, Any]]) -> bool:
+    """Does every sequential summary have (nearly) as many tokens as the blocks of its run?"""
+    volumes = {c["run"]: c["output_tokens"] for c in parallel}
+    return all(c["output_tokens"] >= NEARLY * volumes.get(c["run"], 0) for c in sequential)
 
 
 def _speedup(row: Mapping[str, Any]) -> float | None:
@@ -97,6 +107,12 @@ def table(figures: Mapping[str, Any]) -> str:
         ("detail, by block size", figures["spearman_detail"]),
     ):
         lines.append(f"Spearman of tokens with {name}: " + ", ".join(f"{k} {_n(v, 2)}" for k, v in values.items()))
+    short = [f"{r['block_tokens']} {r['detail']}" for r in figures["rows"] if not r.get("matched", True)]
+    if short:
+        lines.append(
+            f"no gain for {', '.join(short)}: the sequential summary ended before it had as many tokens as the blocks "
+            "(the server does not take ignore_eos)"
+        )
     lines.append(f"summaries ended by the cap: {_n(figures['ended_by_cap'], 2)}; failed cells: {figures['failed']}")
     if simulated:
         lines.append(

@@ -17,6 +17,7 @@ import anyio
 
 from ..engines import EmbeddedEngine, find_weights
 from ..errors import ConfigurationError, SmoothctxError
+from ..outputs import check_file
 from . import report
 from .agent import ASK, MODES, Run, Settings, Turn, run
 from .chunks import Chunk, chunks
@@ -60,9 +61,8 @@ def command(options: argparse.Namespace) -> int:
     folder = options.path or Path(__file__).resolve().parent.parent
     if not folder.exists():
         raise ConfigurationError(f"--path {folder}: there is no such folder")
-    for option, file in (("--json", options.json), ("--report", options.report)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigurationError(f"{option} {file}: the folder {file.absolute().parent} does not exist")
+    check_file("--json", options.json)
+    check_file("--report", options.report)
     data = anyio.run(_measure, folder, settings, options)
     print(f"\n{report.plot(data)}\n\n{report.summary(data)}")
     if options.json is not None:

@@ -14,8 +14,10 @@ from typing import Any
 import anyio
 
 from ..engines import OpenAIEngine
+from ..engines.http import without_user
 from ..engines.wire import dicts
 from ..errors import ConfigurationError
+from ..outputs import check_file
 from . import log, volatile
 from .examine import Settings, examine
 from .findings import as_json, as_text
@@ -82,8 +84,7 @@ def add_parser(commands: Any) -> None:
 def command(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code."""
     settings = Settings(tokens=options.tokens, repeats=options.repeats)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json {options.json}: the folder {options.json.absolute().parent} does not exist")
+    check_file("--json", options.json)
     events = log.read(options.events) if options.events is not None else None
     found = anyio.run(partial(_examine, options, settings, _key(options.api_key_env), events))
     if options.json is not None:
@@ -119,7 +120,7 @@ async def _model(options: argparse.Namespace, key: str | None) -> str:
         listed = await engine.get_json("/v1/models")
     names = [m["id"] for m in dicts(listed.get("data") if isinstance(listed, dict) else None) if m.get("id")]
     if not names or not isinstance(names[0], str):
-        raise ConfigurationError(f"{options.url} lists no models: name one with --model")
+        raise ConfigurationError(f"{without_user(options.url)} lists no models: name one with --model")
     return names[0]
 
 

@@ -134,8 +134,10 @@ def _solve(short: Sequence[Sample], long: Sequence[Sample]) -> Calibration:
 
 def _sample(done: Completion) -> Sample:
     usage = done.usage
-    if done.ttft_s is None or usage.estimated or usage.output_tokens <= MIN_DECODED:
+    if done.ttft_s is None or usage.estimated or usage.output_tokens <= MIN_DECODED or not usage.input_tokens:
         why = f"{usage.output_tokens} tokens came, expected more than {MIN_DECODED}"
+        if not usage.input_tokens:
+            why = "the engine's usage says prompt_tokens: 0"
         if done.ttft_s is None or usage.estimated:
             why = "the engine reports no usage, or no first token"
         raise EngineProtocolError(f"calibrate: {why}")

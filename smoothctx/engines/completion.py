@@ -59,7 +59,11 @@ def _mean(old: float | None, new: float) -> float:
 
 
 class Stream:
-    """A running completion: iterate over its text; ``completion`` is there when the iteration has ended."""
+    """A running completion: iterate over its text; ``completion`` is there when the iteration has ended.
+
+    ``on_token`` may be set before: it is called whenever tokens come, also such that are no text (reasoning, the call
+    of a tool).
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Stream:
         self._started = started
         self._prompt = prompt
         self.completion: Completion | None = None
+        self.on_token: Callable[[], object] | None = None
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         parts: list[str] = []
@@ -103,8 +108,11 @@ class Stream:
                 called = bool(delta.get("tool_calls") or delta.get("function_call"))
                 tools = tools or called
                 finish = choice.get("finish_reason") or finish
-                if ttft is None and (text or called or delta.get("reasoning_content") or delta.get("reasoning")):
-                    ttft = self._now() - self._started
+                if text or called or delta.get("reasoning_content") or delta.get("reasoning"):
+                    if ttft is None:
+                        ttft = self._now() - self._started
+                    if self.on_token is not None:
+                        self.on_token()
                 if isinstance(text, str) and text:
                     parts.append(text)
                     yield text
