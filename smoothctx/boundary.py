@@ -68,8 +68,6 @@ class Boundary:
             change = None
         branch = conversation.branch
         if branch.fits(policy):
-            if self._judging is not None:
-                self._judging.look(messages)
             self._commit_ready(messages, at_limit=False)
             if waited is None:
                 self._trigger.consider(messages, change)
@@ -136,19 +134,23 @@ class Boundary:
 
     def patience(self, handle: LookaheadHandle) -> float:
         """How long the turn may wait for this handle: at most ``max_wait``, and no longer than results are predicted to
-        take, with a margin. Nothing when it cannot make it, or when an earlier turn has waited for it in vain."""
+        take, with a margin. Nothing when it cannot make it, also for its model's server being away, or when an earlier
+        turn has waited for it in vain."""
         if any(h.waited_out and h.session is handle.session for h in (handle, *handle.flight.handles)):
             return 0.0
         max_wait = self._conversation.policy.max_wait
         flight, usual = handle.flight, self._conversation.forecast.write.value
+        away = self._serving.away_s(flight)
         if usual is None:
             tokens = flight.plan.source_tokens
             usual = self._serving.write_s(flight.plan.transform, expected_tokens(flight.plan.transform, tokens), tokens)
         remaining = flight.remaining_s(usual)
         if usual is None or remaining is None:
-            return max_wait
-        if remaining > max_wait:
+            return max_wait if away < max_wait else 0.0
+        if (away + usual if away else remaining) > max_wait:
             return 0.0
+        if away:
+            return min(max_wait, away + max(LEAST_WAIT_S, WAIT_MARGIN * usual))
         spent = usual - remaining  # of the usual time: one that is overdue gets as much again as the margin allows
         return min(max_wait, max(LEAST_WAIT_S, WAIT_MARGIN * usual - spent))
 
@@ -181,13 +183,20 @@ class Boundary:
             self._serving.discarded(*handle.flight.keys)
 
     def _choose(self, handle: LookaheadHandle, messages: Sequence[Any]) -> Artifact | None:
-        """The handle's result; of several candidates the one that fits what has happened since."""
-        whole = handle.flight.artifact
-        if handle.state in FINAL or whole is None or not whole.alternatives:
+        """The handle's result, with what was pinned since; of several candidates the one that fits what has happened
+        since."""
+        flight = handle.flight
+        whole = flight.artifact
+        if handle.state in FINAL or whole is None or flight.plan.opening:
             return handle.artifact
-        chosen = choose(self._conversation, whole, handle, messages)
-        handle.chosen = replace(chosen, warm=whole.warm and self._serving.preloaded(chosen))
-        return handle.chosen
+        artifact = whole
+        if whole.alternatives:
+            artifact = choose(self._conversation, whole, handle, messages)
+            artifact = replace(artifact, warm=whole.warm and self._serving.preloaded(artifact))
+        known = () if flight.from_store else flight.plan.request.pins
+        artifact = self._launcher.local.with_pins(artifact, messages, known) or artifact
+        handle.chosen = None if artifact is whole else artifact
+        return artifact
 
     def _keep_pace(self, handle: LookaheadHandle) -> None:
         """Commits stay rare: one that had to come soon after another is an event."""
@@ -256,10 +265,13 @@ class Boundary:
             chosen = self._blockwise.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
             if at_limit or self._blocks_pay(chosen, messages):
                 for handle in chosen:
+                    self._choose(handle, messages)
                     self.apply(handle, messages, how=how, waited=waited)
             handles = self._handles.explicit[:]
         for handle in handles:
             artifact = self._choose(handle, messages)
+            if self._judging is not None and handle is self._handles.lookahead and not at_limit:
+                self._judging.look(messages, chosen=True)
             early = at_limit or lags  # a preload that still goes on is not waited for
             usable = handle.state is HandleState.READY or (early and handle.state in WORKING)
             if artifact is None or not usable or handle.flight.plan.opening:

@@ -80,11 +80,16 @@ class Judging:
         """What the last result for the run that begins here lacked, if it was refused."""
         return self._missed.get(start_digest)
 
-    def look(self, messages: Sequence[Any]) -> None:
-        """The history grew: a ready result may have to be judged by what is new."""
+    def look(self, messages: Sequence[Any], *, chosen: bool = False) -> None:
+        """The history grew: a ready result may have to be judged by what is new.
+
+        ``chosen``: this boundary has chosen among its candidates. Before that nobody knows what would be committed.
+        """
         self._cases = {h: c for h, c in self._cases.items() if h.state not in FINAL}
         live = None if self._blockwise is not None else self._handles.lookahead  # blocks wait for their trigger
-        if live is not None and live.state is HandleState.READY and live.artifact is not None:
+        if live is None or live.state is not HandleState.READY or live.artifact is None:
+            return
+        if chosen or not (live.flight.artifact or live.artifact).alternatives:
             self._examined(live, live.artifact, messages)
 
     def accepts(self, handle: LookaheadHandle, messages: Sequence[Any]) -> bool:
@@ -108,6 +113,9 @@ class Judging:
         case = self._cases.pop(handle, None)
         self._missed.pop(handle.flight.plan.start_digest, None)
         told = handle.explicit or handle in self._broken
+        artifact = handle.artifact
+        if case is not None and artifact is not None and case.key != artifact.key:
+            case = None  # it is another candidate's
         if not told and (case is None or (case.verdict is None and not case.waived)):
             self._conversation.emit("lookahead.unjudged", handle=handle.id, why="it was needed at once")
 

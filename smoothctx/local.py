@@ -1,10 +1,13 @@
-"""Local artifacts: rewrites without a model, which cannot fail. The fallback's removals, stubs of oversized results."""
+"""Local artifacts: rewrites without a model, which cannot fail. The fallback's removals, stubs of oversized results,
+notes of pinned texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
+from .codec import Codec
 from .cuts import Run
 from .transforms.base import Transform, fingerprint
 from .transforms.facts import message_pins
@@ -43,17 +46,48 @@ class LocalRewrites:
         if not session.pins or session.branch.refusal(bare) is not None:
             return bare
         view = session.branch.preview(bare, messages[: len(session.branch.history)])
-        carried = {*message_pins(view, session.codec)}
-        texts = [session.codec.text(m) for m in view]
-        lost = [p for p in session.pins if p not in carried and not any(p in t for t in texts)]
+        lost = _without(session.pins, view, session.codec)
         return self._removal(run, lost) if lost else bare
+
+    def with_pins(self, artifact: Artifact, messages: Sequence[Any], known: Sequence[str] = ()) -> Artifact | None:
+        """A result with what was pinned since it was made: texts that stand in what it replaces, or that a summary has
+        to carry, and that would stand nowhere any more, come as a note before it.
+
+        ``known``: pins that it was made with. The artifact itself where nothing is missing; ``None`` where something is
+        and no note can stand: what stands for a tool result has to follow its call.
+        """
+        session = self._session
+        codec, branch, r = session.codec, session.branch, artifact.replacement
+        pins = [p for p in session.pins if p not in known]
+        if not pins or branch.refusal(artifact) is not None:
+            return artifact
+        own = messages[: len(branch.history)]
+        lost = _without(pins, branch.preview(artifact, own), codec)
+        if lost and not any(codec.summary_text(m) is not None for e in r.edits for m in e.messages):
+            missing = {*_without(lost, [*own[r.start : r.end], *branch.project(own)], codec)}
+            lost = [p for p in lost if p not in missing]
+        if not lost:
+            return artifact
+        if codec.role(messages[r.start]) == "tool":
+            return None
+        note = self._note(r.start, lost)
+        return replace(
+            artifact,
+            key=fingerprint("pinned", {"of": artifact.key, "pins": lost}),
+            replacement=replace(r, edits=(note, *r.edits)),
+            tokens=artifact.tokens + note.tokens,
+            warm=False,
+            alternatives=(),
+        )
+
+    def _note(self, index: int, pins: Sequence[str]) -> Edit:
+        """Pinned texts as a message before message ``index`` of the history."""
+        note = (self._session.codec.user("\n".join(f"<pin>{p}</pin>" for p in pins)),)
+        return Edit(start=index, end=index, messages=note, tokens=self._session.branch.history.count(note))
 
     def _removal(self, run: Run, pins: Sequence[str]) -> Artifact:
         history = self._session.branch.history
-        edits: list[Edit] = []
-        if pins:
-            note = (self._session.codec.user("\n".join(f"<pin>{p}</pin>" for p in pins)),)
-            edits.append(Edit(start=run.start, end=run.start, messages=note, tokens=history.count(note)))
+        edits = [self._note(run.start, pins)] if pins else []
         position = run.start
         for index in [*sorted(run.kept), run.end]:
             if index > position:
@@ -116,3 +150,10 @@ class LocalRewrites:
             created=self._runtime.now(),
             tokens=sum(e.tokens for e in edits),
         )
+
+
+def _without(pins: Sequence[str], messages: Sequence[Any], codec: Codec) -> list[str]:
+    """The pins that stand in none of these messages."""
+    carried = {*message_pins(messages, codec)}
+    texts = [codec.text(m) for m in messages]
+    return [p for p in pins if p not in carried and not any(p in t for t in texts)]

@@ -10,6 +10,7 @@ from typing import Any, final
 from .blockwise import Blockwise
 from .conversation import Conversation
 from .cuts import Run
+from .local import LocalRewrites
 from .policy import Salvage
 from .states import Reason
 from .view import Artifact
@@ -41,8 +42,9 @@ class BranchInfo:
 class Shelf:
     """Holds artifacts by key, the one used last at the end. Changed under the session's lock only."""
 
-    def __init__(self, conversation: Conversation, blockwise: Blockwise | None) -> None:
+    def __init__(self, conversation: Conversation, blockwise: Blockwise | None, local: LocalRewrites) -> None:
         self._conversation = conversation
+        self._local = local
         self._blockwise = blockwise
         self.artifacts: OrderedDict[str, Artifact] = OrderedDict()
         #: keys of those that were committed, here or elsewhere: only these come back by themselves
@@ -141,6 +143,12 @@ class Shelf:
                 self._blockwise is not None and not self._blockwise.affordable([artifact], messages)
             ):
                 continue
+            pinned = self._local.with_pins(artifact, messages)
+            if pinned is None:
+                continue
+            if pinned is not artifact:
+                artifact = pinned
+                self.commit(artifact)
             branch.apply(artifact, messages)
             conversation.runtime.tally.count("salvaged")
             conversation.emit("view.salvaged", key=artifact.key, start=r.start, end=r.end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import tempfile
@@ -10,17 +11,28 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import anyio.to_thread
+import anyio
 
 from .errors import ConfigurationError, StoreError
+
+T = TypeVar("T")
 
 _MAGIC = b"smoothctx-store-1"
 #: seconds after which a temporary file of a writer that died is removed
 _STALE_TEMPORARY = 3600.0
 #: writes after which a folder is measured anew, since other processes write into it too
 _REMEASURE = 256
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call it in a thread and wait for its end, whatever is cancelled. In one of the loop's own executor: a loop on
+    virtual time knows of those, and waits for them in real time."""
+    ended = asyncio.get_running_loop().run_in_executor(None, function, *args)
+    with anyio.CancelScope(shield=True):
+        await ended
+    return ended.result()
 
 
 class MemoryStore:
@@ -153,7 +165,7 @@ class FolderStore:
         Raises:
             StoreError: when the folder cannot be read.
         """
-        return await anyio.to_thread.run_sync(self._get, tenant, key)
+        return await _in_thread(self._get, tenant, key)
 
     async def put(self, tenant: str, key: str, value: bytes, *, ttl: float | None = None) -> None:
         """Keep a value, atomically.
@@ -163,11 +175,11 @@ class FolderStore:
         """
         if len(value) > self._max_bytes:
             raise StoreError(f"value of {len(value)} bytes is larger than max_bytes={self._max_bytes}")
-        await anyio.to_thread.run_sync(self._put, tenant, key, bytes(value), self._ttl if ttl is None else ttl)
+        await _in_thread(self._put, tenant, key, bytes(value), self._ttl if ttl is None else ttl)
 
     async def delete(self, tenant: str, key: str) -> None:
         """Forget the key; no error when it is not there."""
-        await anyio.to_thread.run_sync(self._delete, tenant, key)
+        await _in_thread(self._delete, tenant, key)
 
     async def aclose(self) -> None:
         """Nothing is held open."""

@@ -25,7 +25,16 @@ from helpers import (
     summaries,
     virtual,
 )
-from smoothctx import HandleState, LookaheadHandle, Reason, Session, TrajectoryJudge
+from smoothctx import (
+    HandleState,
+    LookaheadHandle,
+    Policy,
+    Reason,
+    Session,
+    Speculate,
+    Summarize,
+    TrajectoryJudge,
+)
 from smoothctx.judge import Evidence
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
@@ -386,3 +395,62 @@ async def test_each_block_is_judged_for_itself() -> None:
         shown = summaries(await session.commit([*messages, H("next")]))
         assert shown and PATH in shown[0] and not events.of("error")
         assert not [w for w in why(events) if "at once" in w]
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------
+
+
+def candidates(good: int, chosen: list[int]) -> Speculate:
+    """Two summaries, of which the one at ``good`` has the path; ``chosen[-1]`` is the choice."""
+    texts = [f"It has {PATH}." if k == good else "It has nothing." for k in range(2)]
+    return Speculate(
+        [Summarize(FakeSummarizer(text=t), keep=("messages", 4), facts=False, window=100_000) for t in texts],
+        lambda since, found: chosen[-1],
+    )
+
+
+@pytest.mark.parametrize("model", [None, GOOD])
+@pytest.mark.parametrize(("good", "chosen"), [(1, 1), (0, 1), (0, 0), (1, 0)])
+def test_of_several_candidates_the_chosen_one_is_judged(good: int, chosen: int, model: str | None) -> None:
+    """Not the default one: what would be committed is what has to have what the actions needed."""
+
+    @virtual
+    async def run() -> None:
+        events, asked = Events(), Judge(model or "")
+        judge = TrajectoryJudge(asked if model else None)
+        policy = Policy(candidates(good, [chosen]), context_window=2000, validators=[judge])
+        async with make_runtime(on_event=events) as runtime:
+            session, messages = runtime.session("s", policy=policy), history()
+            handle = await ready(session, messages)
+            messages.append(action(PATH, "Opening it."))
+            session.observe(messages)
+            await settle(3)
+            messages.append({"role": "tool", "tool_call_id": "c1", "content": "PORT = 1"})
+            view = await boundary(session, messages)
+            view = await boundary(session, messages)
+            if good == chosen:
+                assert handle.state is HandleState.COMMITTED and f"It has {PATH}." in summaries(view)[0]
+                assert verdicts(events)[0] is True
+                assert [f"It has {PATH}." in str(r) for r in asked.requests[:1]] == [True] * bool(model)
+            else:
+                assert handle.reason is Reason.JUDGED_UNFAITHFUL and verdicts(events)[0] is False
+            assert not why(events) and not events.of("error")
+
+    run()
+
+
+@virtual
+async def test_a_verdict_on_one_candidate_is_none_on_another() -> None:
+    """At the hard limit another one than the judged one is used: it goes in unjudged, and that is said."""
+    events, chosen = Events(), [1]
+    policy = Policy(candidates(1, chosen), context_window=2000, validators=[TrajectoryJudge()], commit="hard_limit")
+    async with make_runtime(on_event=events) as runtime:
+        session, messages = runtime.session("s", policy=policy), history()
+        handle = await ready(session, messages)
+        messages += [action(PATH, "Opening it."), {"role": "tool", "tool_call_id": "c1", "content": "PORT = 1"}]
+        await boundary(session, messages)
+        assert verdicts(events) == [True] and handle.state is HandleState.READY
+        chosen.append(0)
+        messages += [H("more", size=400), A("yes")]
+        await boundary(session, messages)
+        assert handle.state is HandleState.COMMITTED and why(events) == ["it was needed at once"]

@@ -7,12 +7,14 @@ a placeholder, so that what we send is always valid and leaves nothing out.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..codec import USER_STUB, Codec, escape_tag, results_of
+from ..openai_parts import read_call
 from ..segments import segment
 from ..tokens import MESSAGE_TOKENS, count_text
 
@@ -40,7 +42,7 @@ def units(messages: Sequence[Any], codec: Codec) -> list[InputUnit]:
 def _unit(source: tuple[Any, ...], codec: Codec) -> InputUnit:
     out: list[dict[str, Any]] = []
     for message, results in paired(source, codec):
-        sent = codec.to_openai(message)
+        sent = _sound(codec.to_openai(message), message, codec)
         calls = sent.get("tool_calls")
         if results is None and codec.role(message) == "tool":
             out.append({"role": "user", "content": f"[result of an earlier tool call]\n{codec.text(message)}"})
@@ -51,13 +53,47 @@ def _unit(source: tuple[Any, ...], codec: Codec) -> InputUnit:
                 sent["tool_calls"] = [{**c, "id": i} for c, i in zip(calls, ids, strict=True)]
             out.append(sent)
             for call_id, result in zip(ids, [*(results or ()), *[None] * len(ids)], strict=False):
-                answer = {"role": "tool", "content": NO_RESULT} if result is None else codec.to_openai(result)
+                answer = {"role": "tool", "content": NO_RESULT}
+                if result is not None:
+                    answer = _sound(codec.to_openai(result), result, codec)
                 out.append({**answer, "tool_call_id": call_id})
             continue
         out.append(sent)
-        out += [codec.to_openai(r) for r in results or () if r is not None]
+        out += [_sound(codec.to_openai(r), r, codec) for r in results or () if r is not None]
     placeholders = sum(MESSAGE_TOKENS + 4 for m in out if m.get("content") == NO_RESULT)
     return InputUnit(tuple(out), sum(map(codec.estimate, source)) + placeholders, source)
+
+
+def _sound(sent: dict[str, Any], message: Any, codec: Codec) -> dict[str, Any]:
+    """With a content, and calls that have a name and arguments in JSON: what agents hold now and then lacks them, and
+    providers refuse that. What is sound stays as the agent sends it."""
+    calls = sent.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        good = [_sound_call(c) for c in calls]
+        return sent if good == calls else {**sent, "tool_calls": good}
+    if (sent.get("content") is None or sent.get("content") == []) and not sent.get("function_call"):
+        return {**sent, "content": codec.text(message)}
+    return sent
+
+
+def _sound_call(call: Any) -> Any:
+    read = read_call(call)
+    arguments = (
+        read.arguments if is_json(read.arguments) else json.dumps({"text": read.arguments} if read.arguments else {})
+    )
+    if (read.name, read.arguments) == (read.name or "unknown", arguments):
+        return call
+    whole = call if isinstance(call, dict) else {}
+    return {**whole, "type": "function", "function": {"name": read.name or "unknown", "arguments": arguments}}
+
+
+def is_json(text: str) -> bool:
+    """Can it be parsed?"""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _unique(ids: list[str]) -> list[str]:

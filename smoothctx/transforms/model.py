@@ -84,7 +84,8 @@ class Model:
             raise ConfigurationError(f"{option}={model!r}: it does not accept max_tokens=; expected {EXPECTED}")
         elif is_plain(model):
             raise ConfigurationError(f"{option}={model!r}: it is not async; expected {EXPECTED}")
-        self._model: Any = model
+        #: what was given
+        self.given: Any = model
         #: the engine, where the model is one
         self.engine = model if self.is_engine else None
 
@@ -97,13 +98,13 @@ class Model:
             TransformError: when the answer is not of the expected type, or too many calls wait for this model.
         """
         own = copy.deepcopy(list(messages))
-        async with endpoint(self._model, self.identity):
+        async with endpoint(self.given, self.identity):
             return await self._asked(own, max_tokens, options)
 
     async def _asked(self, own: list[dict[str, Any]], max_tokens: int, options: Mapping[str, Any] | None) -> ModelReply:
         if self.is_engine:
-            return _read(await urgency.complete(self._model, own, max_tokens=max_tokens, options=options or {}))
-        answer = self._model(own, max_tokens=max_tokens)
+            return _read(await urgency.complete(self.given, own, max_tokens=max_tokens, options=options or {}))
+        answer = self.given(own, max_tokens=max_tokens)
         if not inspect.isawaitable(answer):
             raise TransformError(f"model: it returned {type(answer).__name__} at once; expected {EXPECTED}")
         answer = await answer

@@ -14,6 +14,7 @@ from ..errors import ConfigurationError, TransformError
 from ..usage import Usage
 from .base import Locality, Rewrite, Size, Transform, TransformRequest, fingerprint
 from .isolate import Isolate
+from .spending import most_tokens
 
 #: sessions whose spending is remembered
 MAX_SESSIONS = 4096
@@ -35,6 +36,34 @@ class Candidate:
 Choose = Callable[[list[Any], list[Candidate]], int]
 
 
+class _Purse:
+    """The budget of one session: what was spent of it, and what is reserved for what is being prepared."""
+
+    def __init__(self, tokens: int) -> None:
+        self._left = tokens
+        self._reserved = 0
+        self._lock = threading.Lock()
+
+    def reserve(self, tokens: int) -> bool:
+        """Set aside what something could cost; ``False`` where that is more than is left."""
+        with self._lock:
+            if tokens > max(0, self._left - self._reserved):
+                return False
+            self._reserved += tokens
+            return True
+
+    def release(self, tokens: int) -> None:
+        """What was reserved has been spent, or is not needed."""
+        with self._lock:
+            self._reserved -= tokens
+
+    def spend(self, tokens: int) -> bool:
+        """Take out what something did cost. Is anything left?"""
+        with self._lock:
+            self._left -= tokens
+            return self._left > 0
+
+
 class Speculate:
     """Prepares several rewrites of the same run; the commit chooses by what has happened since.
 
@@ -49,7 +78,11 @@ class Speculate:
             first candidate that is ready, with an event.
         keep: what stays raw at the end of the view; by default the first candidate's.
         budget_tokens: tokens that the candidates behind the first may cost one session in all, in this process.
-            A candidate that could exceed it is not prepared. ``None``: no limit.
+            One of our transforms is not prepared where its calls, with a second try of each, could cost more than
+            what is left, by estimate. Of one of your own nothing is known before: it is prepared as long as
+            anything is left (with a ``max_tokens``, as much as one call would cost), and what it then reports counts.
+            Once the calls that have ended have used the budget up, nothing further is prepared, and what is under
+            way is ended. ``None``: no limit.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
@@ -100,7 +133,7 @@ class Speculate:
         self.fingerprint: str | None = (
             None if None in prints else fingerprint(self.name, {"candidates": prints, "keep": self.keep})
         )
-        self._spent: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._purses: OrderedDict[tuple[str, str], _Purse] = OrderedDict()
         self._lock = threading.Lock()
 
     async def apply(self, request: TransformRequest) -> Rewrite:
@@ -119,46 +152,59 @@ class Speculate:
                 if request.on_usage is not None:
                     request.on_usage(usage)
 
+                if k and purse is not None and not purse.spend(usage.total_tokens):
+                    scopes[k].cancel()
+
             try:
-                rewrite = made[k] = await self.transforms[k].apply(replace(request, on_usage=count))
-                spent[k] = rewrite.usage
+                with scopes[k]:
+                    rewrite = made[k] = await self.transforms[k].apply(replace(request, on_usage=count))
+                    told, spent[k] = spent[k], rewrite.usage
+                    if k and purse is not None:  # what it had not told of
+                        purse.spend(max(0, rewrite.usage.total_tokens - told.total_tokens))
             except Exception as error:  # the others may do
                 errors[k] = error
 
-        chosen = self._within_budget(request)
+        purse = self._purse(request)
+        reserved = self._within_budget(request, purse)
+        scopes = {k: anyio.CancelScope() for k in reserved}
         try:
             async with anyio.create_task_group() as group:
-                for k in chosen:
+                for k in reserved:
                     group.start_soon(prepare, k)
         finally:
-            self._spend(request, sum(u.total_tokens for u in spent[1:]))
+            if purse is not None:
+                purse.release(sum(reserved.values()))
         first = next((r for r in made if r is not None), None)
         if first is None:
             raise errors.get(0) or TransformError("speculate: no candidate has a result")
         return replace(first, usage=sum(spent, Usage()), alternatives=tuple(made))
 
-    def _within_budget(self, request: TransformRequest) -> list[int]:
-        """Which candidates are prepared: the first, and the others as far as the budget goes."""
-        if self.budget_tokens is None:
-            return list(range(len(self.transforms)))
-        with self._lock:
-            left = self.budget_tokens - self._spent.get((request.tenant, request.session_id), 0)
-        source = sum(map(request.codec.estimate, [*request.before, *request.messages]))
-        chosen = [0]
+    def _within_budget(self, request: TransformRequest, purse: _Purse | None) -> dict[int, int]:
+        """Which candidates are prepared, and what is reserved for each: the first, and the others as far as the
+        budget goes."""
+        if purse is None:
+            return dict.fromkeys(range(len(self.transforms)), 0)
+        reserved = {0: 0}
         for k, member in enumerate(self.transforms[1:], 1):
-            output = int(getattr(member, "max_tokens", 0) or 0)
-            cost = source + output if output else 0  # without a model it costs no tokens
-            if cost <= left:
-                chosen.append(k)
-                left -= cost
-        return chosen
+            cost = most_tokens(member, request)
+            if cost is None:
+                output = int(getattr(member, "max_tokens", 0) or 0)
+                cost = sum(map(request.codec.estimate, [*request.before, *request.messages])) + output if output else 1
+            if purse.reserve(cost):
+                reserved[k] = cost
+        return reserved
 
-    def _spend(self, request: TransformRequest, tokens: int) -> None:
+    def _purse(self, request: TransformRequest) -> _Purse | None:
+        """What this session may spend; ``None`` where that is not limited."""
+        if self.budget_tokens is None:
+            return None
         who = (request.tenant, request.session_id)
         with self._lock:
-            self._spent[who] = self._spent.pop(who, 0) + tokens
-            while len(self._spent) > MAX_SESSIONS:
-                self._spent.popitem(last=False)
+            purse = self._purses.setdefault(who, _Purse(self.budget_tokens))
+            self._purses.move_to_end(who)
+            while len(self._purses) > MAX_SESSIONS:
+                self._purses.popitem(last=False)
+        return purse
 
     def pick(self, since: Sequence[Any], candidates: Sequence[Candidate]) -> tuple[int, str]:
         """The candidate to use, and why it is not the one that ``choose`` named (``""`` where it is)."""

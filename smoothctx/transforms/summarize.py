@@ -89,6 +89,11 @@ class Summarize:
         """The engine that writes the summaries; ``None`` for a plain callable."""
         return self._model.engine
 
+    @property
+    def model(self) -> Model:
+        """The model, ready to be asked."""
+        return self._model
+
     def _fingerprint(self) -> str | None:
         if self._model.identity is None:
             return None
