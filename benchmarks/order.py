@@ -23,8 +23,8 @@ from smoothctx.work import Work
 
 SESSIONS = 8
 #: tokens of each turn, and seconds between the turns of a session: of those that grow fast, and of the others
-FAST, SLOW = (560, 38.0), (140, 38.0)
-WINDOW, SUMMARY, REPLY = 4096, 240, 24
+FAST, SLOW = (560, 45.0), (140, 45.0)
+WINDOW, SUMMARY, REPLY = 4096, 960, 24
 RATES = Speed(prefill_tokens_per_s=220.0, decode_tokens_per_s=40.0)
 ANSWER = "The summary names what was done, what was found, and what is left to do. " * 40
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -42,7 +43,8 @@ def overload(error: BaseException) -> float | None:
     Model clients of others show the status and the headers of an answer under the names that are looked for here.
     """
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    if not isinstance(error, EngineOverloaded) and status not in (429, 503, 529):
+    failing = isinstance(status, int) and (status == 429 or 500 <= status < 600)
+    if not isinstance(error, EngineOverloaded) and not failing:
         return None
     asked: Any = getattr(error, "retry_after_s", None)
     if asked is None:
@@ -75,6 +77,9 @@ class Endpoint:
         self.in_flight = 0
         self._limit = float(ceiling)
         self._cut_at = self._rests_until = -math.inf
+        self._now: Callable[[], float] | None = None  # the clock of the loop on which it rests; asked from any thread
+        #: the model that it is the lane of, where that has no identity
+        self.model: weakref.ref[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: OrderedDict[str, OrderedDict[str, deque[_Waiter]]] = OrderedDict()
         self._count = 0
@@ -93,7 +98,7 @@ class Endpoint:
     @property
     def rests_s(self) -> float:
         """Seconds for which the endpoint has asked us to stay away."""
-        return max(0.0, self._rests_until - asyncio.get_running_loop().time())
+        return 0.0 if self._now is None else max(0.0, self._rests_until - self._now())
 
     @property
     def adapted(self) -> bool:
@@ -131,7 +136,8 @@ class Endpoint:
 
     def _cut(self, began: float, rest_s: float = 0.0) -> None:
         """Half as many from now on; what was in flight then already says nothing more."""
-        now = asyncio.get_running_loop().time()
+        self._now = asyncio.get_running_loop().time
+        now = self._now()
         self._rests_until = max(self._rests_until, now + rest_s) if rest_s else self._rests_until
         if began >= self._cut_at:
             self._limit, self._cut_at = max(1.0, self._limit / 2), now
@@ -230,13 +236,34 @@ class Endpoints:
 
     def in_flight(self, engine: Any) -> int:
         """Calls of ours to this engine."""
-        lane = self._lanes.get(getattr(engine, "identity", None))
+        lane = self._lane(engine, getattr(engine, "identity", None))
         return 0 if lane is None else lane.in_flight
 
-    def rests(self, engine: Any) -> float:
-        """Seconds for which this engine's server has asked us to stay away."""
-        lane = self._lanes.get(getattr(engine, "identity", None))
+    def rests(self, model: Any, identity: str | None = None) -> float:
+        """Seconds for which this model's server has asked us to stay away; ``identity`` where it is not the model's
+        own. From any thread."""
+        lane = self._lane(model, identity or getattr(model, "identity", None))
         return 0.0 if lane is None else lane.rests_s
+
+    def _lane(self, model: Any, identity: str | None) -> Endpoint | None:
+        return self._lanes.get(id(model) if identity is None else identity)
+
+    def _new(self, model: Any, key: Hashable) -> Endpoint:
+        own = getattr(model, "max_in_flight", None)
+        limit = own if isinstance(own, int) and not isinstance(own, bool) and own > 0 else self._concurrency
+        lane = self._lanes[key] = Endpoint(limit, self._max_waiting)
+        if not isinstance(key, str):
+            lanes = self._lanes
+
+            def gone(_: object) -> None:  # another object may get its number from now on
+                if lanes.get(key) is lane:
+                    lanes.pop(key, None)
+
+            try:
+                lane.model = weakref.ref(model, gone)
+            except TypeError:  # it cannot be held weakly: nothing is remembered of it
+                pass
+        return lane
 
     @asynccontextmanager
     async def place(
@@ -257,11 +284,7 @@ class Endpoints:
             EndpointFull: too many wait already, or it rests for long.
         """
         key: Hashable = identity if identity is not None else id(model)
-        lane = self._lanes.get(key)
-        if lane is None:
-            own = getattr(model, "max_in_flight", None)
-            limit = own if isinstance(own, int) and not isinstance(own, bool) and own > 0 else self._concurrency
-            lane = self._lanes[key] = Endpoint(limit, self._max_waiting)
+        lane = self._lanes.get(key) or self._new(model, key)
         known = getattr(model, "capabilities", None)
         hosted = known is None or known.flavour == "hosted"
         try:
@@ -275,18 +298,18 @@ class Endpoints:
         if lane.in_flight or lane.waiting or self._lanes.get(key) is not lane:
             return
         del self._lanes[key]
-        if lane.adapted and isinstance(key, str):  # another object may get the number of one that is gone
+        if lane.adapted and (isinstance(key, str) or lane.model is not None):
             self._lanes[key] = lane
-            idle = [k for k, known in self._lanes.items() if not known.in_flight and not known.waiting]
+            idle = [k for k, known in list(self._lanes.items()) if not known.in_flight and not known.waiting]
             for old in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
-                del self._lanes[old]
+                self._lanes.pop(old, None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Caller:
     """For whom a transform's model calls are made.
 
-    ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb.
+    ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb. ``calls``: those in flight.
     """
 
     endpoints: Endpoints
@@ -294,6 +317,7 @@ class Caller:
     session: str
     urgent: Callable[[], bool]
     foreground: Foreground | None
+    calls: int = 0
 
     def slower(self) -> bool:
         """Do the foreground's first tokens come late?"""
@@ -310,11 +334,12 @@ def calling(
     session: str,
     urgent: Callable[[], bool],
     foreground: Foreground | None = None,
-) -> Iterator[None]:
+) -> Iterator[Caller]:
     """Calls of models inside are made for this session, through these endpoints."""
-    token = _caller.set(Caller(endpoints, tenant, session, urgent, foreground))
+    who = Caller(endpoints, tenant, session, urgent, foreground)
+    token = _caller.set(who)
     try:
-        yield
+        yield who
     finally:
         _caller.reset(token)
 
@@ -336,4 +361,8 @@ async def endpoint(model: Any, identity: str | None) -> AsyncGenerator[None]:
         yield
         return
     async with who.endpoints.place(model, identity, who.tenant, who.session, who.urgent, who.slower):
-        yield
+        who.calls += 1
+        try:
+            yield
+        finally:
+            who.calls -= 1

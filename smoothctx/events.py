@@ -72,8 +72,7 @@ class Event:
     - ``ttft``: at ``first_token()`` inside ``session.foreground()`` (``ttft_s`` since the call began; ``rewritten``: it
       is the first call since the view was rewritten; ``waited_s``, what its turn waited for us before)
     - ``view.committed`` (a receipt), ``view.salvaged``, ``view.rebased`` (rewrite mode), ``view.oversized``
-    - ``admission.deferred``, ``admission.skipped`` (with ``work``, ``why`` and the figures behind it): once per work and
-      reason
+    - ``admission.deferred``, ``admission.skipped`` (``work``, ``why``, the figures behind it): once per work and reason
     - ``blocks.at_limit``: how far the blocks of ``ParallelSummarize`` have come when the hard limit is reached
       (``committed``, ``ready``, ``unfinished``, ``failed``, ``unfinished_tokens``, ``filling_tokens``, ``view_tokens``)
     - ``fallback.applied``, ``message.offloaded``, ``nothing_to_rewrite`` (with ``why``)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from .codec import Codec
-from .endpoints import EndpointFull, Endpoints, calling
+from .endpoints import Caller, EndpointFull, Endpoints, calling
 from .errors import InvalidOutput, MessageError, StoreError, TransformError
 from .foreground import Foreground
 from .states import Reason
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .pool import Work
 
 Count = Callable[[Sequence[Any]], int]
+
+#: seconds after the policy's timeout, of which a preload has as much again, until an engine's is abandoned
+PRELOAD_GRACE_S = 5.0
 
 
 class Executor(Protocol):
@@ -98,12 +101,16 @@ class Flight:
     raw: Callable[[TransformRequest], Awaitable[TransformRequest]] | None = None
     save: Callable[[Artifact], None] | None = None
     preload: Callable[[Artifact], Awaitable[bool]] | None = None
+    #: called before ``preload``, which mostly waits for idle time: the pool has nothing to do for it
+    idle: Callable[[], None] = lambda: None
     endpoints: Endpoints | None = None
     #: what it loads, if that is known, and whose turns it may disturb there
     engine: Any = None
     foreground: Foreground | None = None
     handles: list[LookaheadHandle] = field(default_factory=list)
     work: Work | None = None
+    #: for whom its model calls are made, once they are
+    caller: Caller | None = None
     artifact: Artifact | None = None
     opening: tuple[Any, ...] | None = None
     usage: Usage = Usage()
@@ -111,6 +118,8 @@ class Flight:
     #: when its result was there; what comes after is preload
     arrived_at: float | None = None
     ended_at: float | None = None
+    #: it counts as work on ``foreground``'s engine
+    burdens: bool = False
     ended: bool = False
     reason: Reason | None = None
     error: Exception | None = None
@@ -130,7 +139,7 @@ class Flight:
             with anyio.fail_after(plan.timeout_s):
                 if self.raw is not None:
                     request = await self.raw(request)
-                with self._calling():
+                with self._calling() as self.caller:
                     rewrite = await self.executor.execute(plan.transform, request)
             plan.check_unedited()
             self.usage = spent + rewrite.usage
@@ -142,8 +151,10 @@ class Flight:
         for handle in list(self.handles):
             handle.arrived()
         if self.preload is not None:
-            warm = await self.preload(self.artifact)
-            self.artifact = replace(self.artifact, warm=warm)
+            self.idle()
+            with anyio.move_on_after(plan.timeout_s + PRELOAD_GRACE_S):  # it gives up by itself before that
+                warm = await self.preload(self.artifact)
+                self.artifact = replace(self.artifact, warm=warm)
         return self.artifact
 
     def hurry(self) -> None:
@@ -159,7 +170,7 @@ class Flight:
         if self.foreground is not None:
             self.foreground.end(id(self))
 
-    def _calling(self) -> AbstractContextManager[None]:
+    def _calling(self) -> AbstractContextManager[Caller | None]:
         """Whose model calls these are, for the lanes of the endpoints."""
         if self.endpoints is None:
             return nullcontext()
@@ -181,6 +192,17 @@ class Flight:
     def write_s(self) -> float:
         """Seconds from start to result, without the preload after it."""
         return (self.arrived_at or 0.0) - (self.started_at or 0.0)
+
+    @property
+    def answering(self) -> bool:
+        """Is a model at work for it now?"""
+        return self.caller is not None and self.caller.calls > 0
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds until it is tried again; 0 where it does not wait for that."""
+        resumes_at = None if self.work is None else self.work.resumes_at
+        return 0.0 if resumes_at is None else max(0.0, resumes_at - self.clock())
 
     def remaining_s(self, usual: float | None) -> float | None:
         """Seconds of work expected to be left, given the usual duration; ``None`` while unknown."""

@@ -51,6 +51,7 @@ class Flights:
             new, over = flight.work is None, flight.ended
             flight.handles.append(handle)
             if new:
+                flight.idle = lambda: self._idle(flight)
                 flight.work = Work(
                     key=flight.plan.key,
                     tenant=flight.tenant,
@@ -123,26 +124,37 @@ class Flights:
     def _started(self, flight: Flight) -> None:
         flight.started_at = self._now()
         if flight.foreground is not None:
+            flight.burdens = True
             flight.foreground.work_began()
         for handle in list(flight.handles):
             handle.move(HandleState.RUNNING)
             self._events.emit("lookahead.running", session=handle.session.id, tenant=flight.tenant, handle=handle.id)
+
+    def _idle(self, flight: Flight) -> None:
+        """Its result is there, and its preload waits for idle time: nobody else has to wait for that."""
+        self._lighten(flight)
+        if flight.work is not None:
+            self._pool.idle(flight.work)
+
+    def _lighten(self, flight: Flight) -> None:
+        if flight.foreground is not None and flight.burdens:
+            flight.burdens = False
+            flight.foreground.work_ended()
 
     def _ended(self, flight: Flight, outcome: Outcome) -> None:
         error = outcome.error if isinstance(outcome.error, Exception) else None
         reason = outcome.reason
         if error is not None and reason is Reason.FAILED:
             reason = reason_of(error)
-        if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED):
-            reason, error = None, None  # only the preload went wrong: a cold commit is slower, never wrong
+        if flight.artifact is not None and reason in (Reason.TIMEOUT, Reason.FAILED, Reason.QUEUE_FULL):
+            reason, error = None, None  # only the preload went wrong or gave up: a cold commit is slower, never wrong
         flight.ended_at = self._now()
         with self._lock:
             flight.ended, flight.reason, flight.error = True, reason, error
             self._unlist(flight)
             handles = list(flight.handles)
         flight.settled()
-        if flight.foreground is not None and flight.started_at is not None:
-            flight.foreground.work_ended()
+        self._lighten(flight)
         self._tally.spent(flight.usage)
         if flight.usage.calls:
             self._events.emit(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 #: a first token counts as late from this many times what it takes on a calm engine, and this many seconds more
 GROWTH, GROWTH_S = 1.5, 0.1
+#: requests of preloads that an engine gets at once
+WARMING = 2
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Foreground:
         self._lease_s = lease_s
         self._open: dict[Hashable, _Open] = {}
         self._owners: Counter[Hashable] = Counter()
-        self._working = 0
+        self._working = self._warming = 0
         self._demand = Demand()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
         self._lock = threading.Lock()
@@ -109,6 +112,23 @@ class Foreground:
         """It runs no longer."""
         with self._lock:
             self._working -= 1
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """One request of a preload is under way; begin it only where ``room`` says so."""
+        self.work_began()
+        self._warming += 1
+        try:
+            yield
+        finally:
+            self._warming -= 1
+            self.work_ended()
+            self.poke()
+
+    @property
+    def room(self) -> bool:
+        """May one more request of a preload go out beside those that are under way?"""
+        return self._warming < WARMING
 
     def seen(self) -> Seen:
         """What it is like now."""

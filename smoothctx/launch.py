@@ -36,6 +36,8 @@ STORE_WAIT = 0.010
 #: seconds that a model's ``retrieve`` waits for the store at most, and what it reads then
 RETRIEVE_WAIT = 30.0
 UNREADABLE = "error: the offloaded content cannot be read right now"
+#: seconds after which a turn that waits looks again whether the result can still come in time
+LOOK_S = 1.0
 #: seconds that reading what another process left may take in the background
 RECOVERY_S = 300.0
 #: artifacts that a session's index in the store names: as many as its shelf holds
@@ -350,18 +352,30 @@ class Launcher:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     async def wait_for(self, handle: LookaheadHandle, patience: float) -> None:
-        """Wait at the hard limit until the handle has a result, at most ``patience`` seconds."""
-        try:
-            await handle.wait_result(patience)
-        except TimeoutError:
-            handle.waited_out = True
+        """Wait at the hard limit until the handle has a result, at most ``patience`` seconds; not once it is known that
+        none comes in time."""
+        left = patience
+        while self._may_come(handle, left):
+            span = min(left, LOOK_S)
+            try:
+                return await handle.wait_result(span)
+            except TimeoutError:
+                left -= span
+        handle.waited_out = 0 < patience and left <= 0
 
     def wait_for_sync(self, handle: LookaheadHandle, patience: float) -> None:
         """:meth:`wait_for` for synchronous callers."""
-        try:
-            handle.wait_result_sync(patience)
-        except TimeoutError:
-            handle.waited_out = True
+        left = patience
+        while self._may_come(handle, left):
+            span = min(left, LOOK_S)
+            try:
+                return handle.wait_result_sync(span)
+            except TimeoutError:
+                left -= span
+        handle.waited_out = 0 < patience and left <= 0
+
+    def _may_come(self, handle: LookaheadHandle, left: float) -> bool:
+        return left > 0 and self._serving.away_s(handle.flight) < left
 
 
 def _prepared(entry: Any) -> tuple[str, Run] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from .codec import openai_messages
 from .digest import chain
+from .engines.preload import for_a_while
 from .flight import Flight
 from .states import FINAL, HandleState
 
@@ -67,13 +68,14 @@ class Openings:
             return None
         warmed = False
         try:
-            report = await held.binding.preload(
-                lambda: prompt,
-                request=session.request if wish is None else wish,
-                foreground=foreground,
-                needed=lambda: held in self._held and _wanted(flight),
-                hurried=lambda rate: any(h.promoted for h in flight.handles),
-            )
+            with for_a_while(foreground, session.policy.timeout) as time_left:
+                report = await held.binding.preload(
+                    lambda: prompt,
+                    request=session.request if wish is None else wish,
+                    foreground=foreground,
+                    needed=lambda: held in self._held and _wanted(flight) and time_left(),
+                    hurried=lambda rate: any(h.promoted for h in flight.handles),
+                )
             warmed = True
             return report
         finally:

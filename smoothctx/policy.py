@@ -60,7 +60,7 @@ class Policy:
             summary lags ``k`` turns behind) or ``BreakEven(...)`` (only when it pays).
         overrun: at the hard limit without a ready result: ``"promote"`` it and wait at most ``max_wait``
             seconds, then ``fallback``; ``"fallback"`` at once; ``"raw"`` sends what is there.
-        timeout: seconds that the transform may take for one result, retries included.
+        timeout: seconds that the transform may take for one result, retries included; its preload gets as long again.
         fallback: a local transform that cannot fail.
         discard: what happens to work for a branch that is gone.
         idle: seconds without a turn after which the session rests: a view over ``land_at`` is prepared then, and

@@ -27,7 +27,7 @@ from .breaker import Breakers
 from .errors import ClosedError, ConfigurationError
 from .foreign import background_context, spawn
 from .retry import RetryBudget
-from .scheduler import Cancel, Close, Defer, Drop, Finish, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
+from .scheduler import Cancel, Close, Defer, Drop, Finish, Idle, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
 from .states import Reason
 from .work import (
     MAX_DEFER_S,
@@ -256,12 +256,18 @@ class TaskPool:
         """End a work with this reason. One that runs is cancelled, and its outcome comes when it has stopped."""
         self._do(_Command(self._cancel, work, reason))
 
+    def idle(self, work: Work) -> None:
+        """A running work has its result, and what is left of it only waits for the idle time of others: it holds no
+        slot any more, and may be ended as ``queue_full`` when too many do so."""
+        self._do(_Command(self._idle, work))
+
     def statistics(self) -> PoolStatistics:
         """A snapshot of now."""
         return PoolStatistics(
             queued=len(self._state.queue),
             running=len(self._live),
             strays=len(self._state.strays),
+            idle=len(self._state.idle),
             abandoned=len(self._worker.foreign.abandoned),
             resting=self._worker.breakers.resting(),
             submitted=self._submitted,
@@ -273,8 +279,9 @@ class TaskPool:
         s = self._state
         life = "ended" if self._ended else "new" if self._loop is None else "closing" if s.closed else "open"
         strays = f" and {len(s.strays)} strays" if s.strays else ""
-        live = sum(entry.id not in s.strays for entry in self._live)
-        return f"<TaskPool {life}, {live}/{s.concurrency}{strays} running, {len(s.queue)}/{s.max_pending} queued>"
+        idle = f", {len(s.idle)} idle" if s.idle else ""
+        live = sum(entry.id not in s.strays and entry.id not in s.idle for entry in self._live)
+        return f"<TaskPool {life}, {live}/{s.concurrency}{strays} running{idle}, {len(s.queue)}/{s.max_pending} queued>"
 
     def _do(self, command: _Command) -> None:
         """Carry a command out: at once on our loop, soon from elsewhere."""
@@ -329,6 +336,11 @@ class TaskPool:
         entry = self._by_work.get(work)
         if entry is not None:
             self._step(Cancel(now=self._now(), job_id=entry.id, reason=reason))
+
+    def _idle(self, work: Work, _: Reason) -> None:
+        entry = self._by_work.get(work)
+        if entry is not None:
+            self._step(Idle(now=self._now(), job_id=entry.id))
 
     # -- from the scheduler's decisions to tasks -----------------------------------------------------------------
 

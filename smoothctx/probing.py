@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
+from .engines.http import without_user
 from .events import EventSink
 
 if TYPE_CHECKING:
     from .session import Session
-
-#: a name and a password in a URL
-_SECRET = re.compile(r"(?<=://)[^/@#?\s]*@")
 
 
 @final
@@ -57,6 +54,6 @@ class Probing:
 def engine_name(engine: Any) -> str:
     """URL and model of an engine, without what is secret in them; empty for none."""
     try:
-        return _SECRET.sub("", str(getattr(engine, "identity", "") or ""))
+        return without_user(str(getattr(engine, "identity", "") or ""))
     except Exception:  # it is only told
         return ""

@@ -53,7 +53,8 @@ class Runtime:
         admission: asked before each lookahead: ``async decide(work) -> "run" | "defer" | "skip"``. By default by the
             load of the engine, see :mod:`smoothctx.admission`; ``AdmitAll()`` switches it off.
         concurrency: lookaheads that run at once. One that takes far longer than usual (60 s where that is unknown)
-            gives its slot to one that waits, and goes on; ``concurrency`` at most do so at the same time.
+            gives its slot to one that waits, and goes on; ``concurrency`` at most do so at the same time. One whose
+            result only waits to be preloaded holds none: 64 at most do so, each for its policy's ``timeout``.
         max_pending: lookaheads that wait at most; more are discarded as ``queue_full``.
         endpoint_concurrency: calls of transforms in flight to one model endpoint, of all sessions together; an
             engine's own ``max_in_flight`` goes before it. More wait, fairly between tenants and sessions, and
@@ -356,27 +357,28 @@ class Runtime:
         never: Callable[[], None],
         *,
         engine: Any = None,
+        idle: bool = False,
     ) -> None:
         """Run something small at lookahead priority; ``never`` is called if it could not be run.
 
-        ``engine`` is what it loads, if anything.
+        ``engine`` is what it loads, if anything. ``idle``: it mostly waits for idle time, and holds nobody up.
         """
-        self._pool.submit(
-            Work(
-                key=name,
-                tenant=session.tenant,
-                session=session.id,
-                child=session.parent is not None,
-                due=None,
-                timeout_s=600.0,
-                name=name,
-                engine=engine,
-                foreground=None if engine is None else self.foreground(engine),
-                run=run,
-                on_start=lambda: None,
-                on_done=lambda outcome: never() if outcome.reason is not None else None,
-            )
+        work = Work(
+            key=name,
+            tenant=session.tenant,
+            session=session.id,
+            child=session.parent is not None,
+            due=None,
+            timeout_s=600.0,
+            name=name,
+            engine=engine,
+            foreground=None if engine is None else self.foreground(engine),
+            run=run,
+            on_done=lambda outcome: never() if outcome.reason is not None else None,
         )
+        if idle:
+            work.on_start = lambda: self._pool.idle(work)
+        self._pool.submit(work)
 
     def later(self, seconds: float, call: Callable[[], None]) -> bool:
         """Call something short on this runtime's loop, ``seconds`` from now; from any thread. Will it be called?"""

@@ -9,6 +9,7 @@ A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
                  |  ^                |  |
                  |  +---- Defer -----+  +-- Cancel: Stop is asked for, the slot is free at Finish
                  |                      +-- runs far too long: a stray (``state.strays``), its slot is free at once
+                 |                      +-- Idle: it only waits from now on (``state.idle``), its slot is free at once
                  +-> Drop (queue_full, admission_denied, shutdown, a Cancel's reason) -> gone
 
 While fewer than ``concurrency`` jobs run, the next one starts; a promoted one also while fewer than ``concurrency``
@@ -27,6 +28,10 @@ A job that hangs does not hold its slot for ever: one that runs longer than its 
 while another one could start becomes a *stray*. It goes on, and counts as running in rule 4, but holds no slot. There
 are at most ``concurrency`` strays; beyond it a job keeps its slot. So at most three times that many jobs run.
 
+Neither does a job that has its result and only warms a cache in the idle time of others: it says so (``Idle``), and
+counts nowhere from then on. There are at most ``max_idle`` of these; of more the one whose commit is expected last is
+asked to stop. While the pool drains nothing waits for idle time.
+
 The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only. One with a due time
 needs no such rule: jobs that come after that time are due later than it. And a tenant that waits is served in turn,
 whatever the others have queued. So a flood of one tenant starves nobody else.
@@ -44,6 +49,8 @@ from .states import Reason
 
 #: tenants whose last start is remembered; the one served longest ago is forgotten first, which changes no order
 MAX_TENANTS = 4096
+#: jobs that wait for idle time after their result
+MAX_IDLE = 64
 
 
 class Lane(IntEnum):
@@ -110,6 +117,14 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A running job's result is there; what is left of it waits for idle time and may be given up."""
+
+    now: float
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defer:
     """Admission sent a job back: it waits until ``until``, or until it has been put off for ``max_defer_s``.
 
@@ -136,7 +151,7 @@ class Close:
     drain: bool = False
 
 
-Event = Submit | Finish | Cancel | Promote | Defer | Tick | Close
+Event = Submit | Finish | Cancel | Promote | Idle | Defer | Tick | Close
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +195,7 @@ class State:
     which a job goes before its tenant's due order. ``max_defer_s``: seconds that admission may put one job
     off. ``child_share``: the part of ``concurrency`` that a tenant's sub-agents get while others wait.
     ``stray_s``: seconds after which a running job gives its slot to one that waits. ``running`` has those that
-    hold a slot, ``strays`` those that run without one.
+    hold a slot, ``strays`` those that run without one, ``idle`` those whose result is there: ``max_idle`` at most.
     """
 
     concurrency: int
@@ -189,9 +204,11 @@ class State:
     max_defer_s: float = 60.0
     child_share: float = 0.5
     stray_s: float = math.inf
+    max_idle: int = MAX_IDLE
     queue: dict[int, Job] = field(default_factory=dict)
     running: dict[int, Job] = field(default_factory=dict)
     strays: dict[int, Job] = field(default_factory=dict)
+    idle: dict[int, Job] = field(default_factory=dict)
     served: OrderedDict[str, int] = field(default_factory=OrderedDict)
     closed: bool = False
     counter: int = 0
@@ -219,7 +236,7 @@ def step(state: State, event: Event) -> list[Effect]:
     newcomer: int | None = None
     match event:
         case Submit(job=job):
-            if job.id in state.queue or job.id in state.running or job.id in state.strays:
+            if any(job.id in jobs for jobs in (state.queue, *_going(state))):
                 raise ValueError(f"job id {job.id} is in use")
             if state.closed:
                 return [Drop(job.id, Reason.SHUTDOWN), *_wake(state)]
@@ -230,18 +247,22 @@ def step(state: State, event: Event) -> list[Effect]:
         case Cancel(job_id=job_id, reason=reason):
             if state.queue.pop(job_id, None) is not None:
                 effects.append(Drop(job_id, reason))
-            elif job_id in state.running or job_id in state.strays:
+            elif any(job_id in jobs for jobs in _going(state)):
                 effects.append(Stop(job_id, reason))
         case Promote(job_id=job_id):
             _promote(state, job_id)
+        case Idle(job_id=job_id):
+            effects += _rest(state, job_id)
         case Defer(job_id=job_id):
             newcomer = job_id
             effects += _defer(state, event)
         case Close(drain=drain):
             state.closed = True
-            if not drain:
+            if drain:
+                effects += [Stop(job_id, Reason.QUEUE_FULL) for job_id in state.idle]
+            else:
                 effects += [Drop(job_id, Reason.SHUTDOWN) for job_id in state.queue]
-                effects += [Stop(job_id, Reason.SHUTDOWN) for job_id in (*state.running, *state.strays)]
+                effects += [Stop(job_id, Reason.SHUTDOWN) for jobs in _going(state) for job_id in jobs]
                 state.queue.clear()
         case Tick():
             pass
@@ -251,12 +272,32 @@ def step(state: State, event: Event) -> list[Effect]:
     return effects + _wake(state)
 
 
+def _going(state: State) -> tuple[dict[int, Job], ...]:
+    """What was started and has not ended."""
+    return state.running, state.strays, state.idle
+
+
 def _ended(state: State, job_id: int) -> Job | None:
-    return state.running.pop(job_id, None) or state.strays.pop(job_id, None)
+    return next((jobs.pop(job_id) for jobs in _going(state) if job_id in jobs), None)
+
+
+def _rest(state: State, job_id: int) -> list[Effect]:
+    """It holds no slot any more. With one too many, the least urgent is asked to stop, in its place until it has."""
+    place = next((jobs for jobs in (state.running, state.strays) if job_id in jobs), None)
+    if place is None:
+        return []
+    if state.closed:
+        return [Stop(job_id, Reason.QUEUE_FULL)]
+    state.idle[job_id] = place.pop(job_id)
+    if len(state.idle) <= state.max_idle:
+        return []
+    surplus = _latest_due(state.idle.values(), job_id)
+    place[surplus] = state.idle.pop(surplus)
+    return [Stop(surplus, Reason.QUEUE_FULL)]
 
 
 def _promote(state: State, job_id: int) -> None:
-    for jobs in (state.queue, state.running, state.strays):
+    for jobs in (state.queue, *_going(state)):
         job = jobs.get(job_id)
         if job is not None and job.lane is not Lane.PROMOTED:
             jobs[job_id] = replace(job, lane=Lane.PROMOTED, order=state.next_number(), not_before=-math.inf)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
+from .engines.preload import for_a_while
 from .flight import Flight
 from .handle import LookaheadHandle
 from .openings import Openings
 from .states import HandleState
 from .transforms.base import Transform
+from .transforms.model import Model
 from .usage import Usage
 from .view import Artifact
 
@@ -95,6 +97,15 @@ class Serving:
         """Seconds for a result that the agent's own engine writes, at the rates that it has shown."""
         return self._seconds(output_tokens, prompt_tokens) if _uses(transform, self._session.engine) else None
 
+    def away_s(self, flight: Flight) -> float:
+        """Seconds for which a lookahead is known to get no further: its model's server has asked us to stay away, or it
+        waits to be tried again. Nothing while a model is at work for it."""
+        if flight.answering:
+            return 0.0
+        endpoints = self._runtime.endpoints
+        rests = [endpoints.rests(*_endpoint(member)) for member in _members(flight.plan.transform)]
+        return max(flight.paused_s, *rests)
+
     def _seconds(self, output_tokens: int, prompt_tokens: int) -> float | None:
         rates = getattr(self._session.engine, "rates", None)
         if rates is None or not rates.prefill or not rates.decode:
@@ -136,13 +147,14 @@ class Serving:
             return any(h.state in (HandleState.PENDING, HandleState.RUNNING, HandleState.READY) for h in flight.handles)
 
         try:
-            report = await self._binding.preload(
-                view,
-                request=session.request,
-                foreground=self._foreground,
-                needed=needed,
-                hurried=lambda rate: session.hurried(rate, artifact),
-            )
+            with for_a_while(self._foreground, session.policy.timeout) as time_left:
+                report = await self._binding.preload(
+                    view,
+                    request=session.request,
+                    foreground=self._foreground,
+                    needed=lambda: needed() and time_left(),
+                    hurried=lambda rate: session.hurried(rate, artifact),
+                )
         except Exception as error:  # a cold commit is slower, never wrong
             self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
             return False
@@ -213,7 +225,9 @@ class Serving:
                 self._rewarming = False
 
             engine = self._session.engine
-            self._runtime.background(f"preload:{self._session.id}", again, self._session, never, engine=engine)
+            self._runtime.background(
+                f"preload:{self._session.id}", again, self._session, never, engine=engine, idle=True
+            )
 
     @property
     def warming(self) -> bool:
@@ -255,6 +269,11 @@ def _uses(transform: Transform, engine: Any) -> bool:
 def _members(transform: Transform) -> Sequence[Any]:
     members: Sequence[Any] = getattr(transform, "transforms", (transform,))
     return members
+
+
+def _endpoint(member: Any) -> tuple[Any, str | None]:
+    model = getattr(member, "model", None)
+    return (model.given, model.identity) if isinstance(model, Model) else (_engine(member), None)
 
 
 def _engine(member: Any) -> Any:

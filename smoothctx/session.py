@@ -112,7 +112,7 @@ class Session:
             else None
         )
         self._handles = Handles(self._conversation, self._serving, self._blockwise, self._dropped)
-        self._shelf = Shelf(self._conversation, self._blockwise)
+        self._shelf = Shelf(self._conversation, self._blockwise, self._launcher.local)
         self._following = Following(self._conversation, self._handles, self._shelf, self._archive)
         self._trigger = Trigger(
             self._conversation,

@@ -63,6 +63,8 @@ class Work:
     engine: Any = None
     foreground: Foreground | None = None
     usual_s: float | None = None
+    #: while it waits to be tried again: when that is, in the pool's clock
+    resumes_at: float | None = None
     #: the runtime's own (a store write): nobody is asked whether it may run
     internal: bool = False
 
@@ -81,11 +83,13 @@ class Admission(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
     """A snapshot. ``running``: all that a worker looks after. ``strays``: those that hold no slot any more, running or
-    left behind. ``abandoned``: left behind and still running. ``unfinished``: how many ended without a value."""
+    left behind. ``idle``: those whose result is there, and that hold none either. ``abandoned``: left behind and still
+    running. ``unfinished``: how many ended without a value."""
 
     queued: int
     running: int
     strays: int
+    idle: int
     abandoned: int
     resting: int
     submitted: int

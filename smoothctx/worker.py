@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+
 from .breaker import BreakerOpen, Breakers, CircuitBreaker
 from .foreign import Call, Foreign
 from .retry import RetryBudget, run_with_retries
@@ -135,7 +137,14 @@ class Worker:
                     raise asyncio.CancelledError
                 return await work.run()
 
-            return await run_with_retries(attempt, budget=self._budget, rng=self._rng)
+            async def pause(seconds: float) -> None:
+                work.resumes_at = self._now() + seconds
+                try:
+                    await anyio.sleep(seconds)
+                finally:
+                    work.resumes_at = None
+
+            return await run_with_retries(attempt, budget=self._budget, rng=self._rng, sleep=pause)
 
         try:
             work.on_start()

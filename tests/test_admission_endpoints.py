@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from helpers import now, virtual
-from smoothctx import EngineOverloaded, EngineRefused
+from helpers import chat, make_policy, make_runtime, now, settle, virtual
+from smoothctx import EngineOverloaded, EngineRefused, Policy
 from smoothctx.endpoints import Endpoint, EndpointFull, Endpoints, calling, endpoint, overload
 from smoothctx.foreground import Foreground
 from smoothctx.testing import FakeEngine
+from smoothctx.transforms.base import Locality
 
 
 def calm() -> bool:
@@ -109,7 +111,7 @@ async def test_retry_after_is_honoured() -> None:
 
 @virtual
 async def test_what_was_learned_is_kept_and_bounded() -> None:
-    """A lower limit is remembered between calls, of the latest endpoints; an anonymous model's is not."""
+    """A lower limit is remembered between calls, of the latest endpoints."""
     lanes = Endpoints(concurrency=8, max_waiting=10)
 
     async def fail(model: Any, identity: str | None) -> None:
@@ -119,10 +121,144 @@ async def test_what_was_learned_is_kept_and_bounded() -> None:
 
     for k in range(300):
         await fail(FakeEngine(), f"server{k}#m")
-    await fail(FakeEngine(), None)
     assert len(lanes) == 256
     assert lanes.rests(SimpleNamespace(identity="server299#m")) == 30 and lanes.rests(FakeEngine()) == 0.0
     assert lanes.in_flight(SimpleNamespace(identity="server299#m")) == 0
+
+
+@virtual
+async def test_of_a_plain_function_it_is_kept_while_that_lives() -> None:
+    """A model without an identity is known by itself: a rest counts for its next call, and goes with it."""
+    lanes = Endpoints(concurrency=8, max_waiting=10)
+
+    async def fail(model: Any) -> None:
+        with pytest.raises(EngineOverloaded), calling(lanes, "t", "s", calm):
+            async with endpoint(model, None):
+                raise EngineOverloaded("busy", status=502, retry_after_s=90.0)
+
+    async def model() -> None: ...
+
+    await fail(model)
+    assert lanes.rests(model) == 90 and lanes.rests(lambda: None) == 0
+    assert await asyncio.to_thread(lanes.rests, model) == 90
+    with pytest.raises(EndpointFull, match="90 s without calls"):
+        await fail(model)
+    del model
+    gc.collect()
+    assert len(lanes) == 0
+    await fail(object())  # it cannot be held weakly
+    assert len(lanes) == 0
+
+
+@pytest.mark.parametrize("how", ["function", "id", "engine"])
+@virtual
+async def test_promise_06_no_wait_for_a_server_that_is_away(how: str) -> None:
+    """At the limit a turn that can know that no result will come in time falls back at once: one that begins then, and
+    one that waits already."""
+
+    async def model(messages: Any, *, max_tokens: int | None = None) -> str:
+        calls.append(now())
+        await asyncio.sleep(3)
+        raise EngineOverloaded("busy", status=429, retry_after_s=45.0)
+
+    class Engine:
+        identity = "http://x/v1#m"
+
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **_: Any) -> Any:
+            return await model(messages)
+
+    calls: list[float] = []
+    given: dict[str, Any] = {"function": (model, {}), "id": (model, {"model_id": "m"}), "engine": (Engine(), {})}[how]
+    async with make_runtime() as runtime:
+        for name, began, waited in (("waits", 0, 3), ("comes", 4, 0)):
+            session = runtime.session(name, policy=make_policy(given[0], max_wait=30, **given[1]))
+            await asyncio.sleep(began - now())
+            view = await session.commit(chat(17, size=60))
+            assert session.receipts[-1].how == "fallback" and len(view) < 17
+            assert waited <= now() - began <= waited + 1 and calls == [0]
+            lookahead = session.lookahead
+            assert lookahead is None or not lookahead.waited_out
+            assert (lookahead is not None and lookahead.promoted) is (name == "waits" and lookahead is not None)
+
+
+@virtual
+async def test_promise_06_no_wait_for_a_retry_that_comes_too_late() -> None:
+    """The same where only the pause before the next try says so."""
+
+    class Busy:
+        name = "busy"
+        fingerprint = None
+        locality = Locality.PREFIX
+        keep = ("messages", 4)
+        calls = 0
+
+        async def apply(self, request: Any) -> Any:
+            self.calls += 1
+            raise EngineOverloaded("busy", status=429, retry_after_s=20.0)
+
+    transform = Busy()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=Policy(transform, context_window=2000, max_wait=10))
+        messages = chat(12, size=60)
+        session.observe(messages)
+        await settle(5)
+        assert transform.calls == 1
+        messages += chat(6, size=60, first=12, system=False)
+        await session.commit(messages)
+        assert session.receipts[-1].how == "fallback" and now() == 5
+
+
+@pytest.mark.parametrize("rest_s", [15.0, 28.0])
+@virtual
+async def test_promise_06_a_rest_counts_before_what_a_result_usually_takes(rest_s: float) -> None:
+    """Results take 3 s here: after 15 s of rest one comes within the 30 s of the wait, after 28 s none does."""
+
+    async def model(messages: Any, *, max_tokens: int | None = None) -> str:
+        if "<200>" in str(messages):
+            raise EngineOverloaded("busy", status=429, retry_after_s=rest_s)
+        await asyncio.sleep(3)
+        return "a summary"
+
+    async with make_runtime() as runtime:
+        mine, other = (runtime.session(k, policy=make_policy(model, max_wait=30, model_id="m")) for k in "ab")
+        messages = chat(12, size=60)
+        mine.observe(messages)
+        await settle(10)
+        await mine.commit(messages)
+        assert [receipt.how for receipt in mine.receipts] == ["ready"]
+        other.observe(chat(12, size=60, first=100))
+        await settle()
+        messages += chat(14, size=60, first=12, system=False)
+        began = now()
+        await mine.commit(messages)
+        came = rest_s == 15.0
+        assert mine.receipts[-1].how == ("promoted" if came else "fallback")
+        assert now() - began == pytest.approx(18.0 if came else 0.0)
+
+
+@virtual
+async def test_a_result_that_comes_is_waited_for_although_the_server_asked_others_to_stay_away() -> None:
+    """A call that is in flight is not called off by a rest: its turn waits for it."""
+    released = asyncio.Event()
+
+    async def model(messages: Any, *, max_tokens: int | None = None) -> str:
+        if "<200>" in str(messages):
+            raise EngineOverloaded("busy", status=429, retry_after_s=45.0)
+        await released.wait()
+        return "a summary"
+
+    async with make_runtime() as runtime:
+        mine, other = (runtime.session(k, policy=make_policy(model, max_wait=30, model_id="m")) for k in "ab")
+        messages = chat(12, size=60)
+        mine.observe(messages)
+        await settle(1)
+        other.observe(chat(12, size=60, first=100))
+        await settle(1)
+        assert runtime.endpoints.rests(model, "m") > 40
+        messages += chat(6, size=60, first=12, system=False)
+        runtime.later(3, released.set)
+        await mine.commit(messages)
+        assert mine.receipts[-1].how == "promoted" and now() == pytest.approx(5)
 
 
 def test_overloads_of_other_clients() -> None:
@@ -136,7 +272,8 @@ def test_overloads_of_other_clients() -> None:
     assert overload(ApiError(429, retry_after="7")) == 7.0
     assert overload(ApiError(429, retry_after="Wed, 21 Oct 2026 07:28:00 GMT")) == 0.0
     assert overload(ApiError(429, retry_after="1e9")) == 3600.0
-    assert overload(ApiError(529)) == 0.0
+    assert [overload(ApiError(status)) for status in (500, 502, 503, 504, 529)] == [0.0] * 5
+    assert overload(ApiError(404)) is None
     assert overload(ApiError(400, retry_after="7")) is None
     assert overload(ValueError("no")) is None
     assert overload(EngineOverloaded("busy", status=500)) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -337,6 +338,29 @@ async def test_a_given_client_is_not_closed() -> None:
         async with OpenAIEngine(server.root, "m", client=own) as client:
             await client.complete(HELLO)
         assert not own.is_closed
+
+
+@pytest.mark.parametrize("key", [None, "sk-1"])
+async def test_a_password_in_the_url_is_used_and_never_shown(key: str | None) -> None:
+    """As basic authentication, of every request; no name and no text has it."""
+    async with serve(status(418, "{}")) as server:
+        base = server.root.replace("http://", "http://bob:p%40ss:w@") + "/v1"
+        async with OpenAIEngine(base, "m", api_key=key) as client:
+            with pytest.raises(EngineRefused) as refused:
+                await client.complete(HELLO)
+            assert (await client.fetch("/health")).status == (await client.send("/x", {})).status == 418
+            shown = [str(refused.value), repr(client), client.identity, client.root, client.url]
+    login = b64encode(b"bob:p@ss:w").decode()
+    assert [request.headers["authorization"] for request in server.requests] == [f"Basic {login}"] * 3
+    assert client.identity == f"{server.root}/v1#m"
+    async with OpenAIEngine(base, "m", timeout_s=5) as client:
+        with pytest.raises(EngineUnreachable) as gone:
+            await client.complete(HELLO)
+    for wrong in (base + "?x=1", "http://bob:p%40ss:w@host:port", "bob:p@ss:w@host"):
+        with pytest.raises(ConfigurationError) as caught:
+            OpenAIEngine(wrong, "m")
+        shown.append(str(caught.value))
+    assert not [text for text in [*shown, str(gone.value)] if "ss:w" in text or "bob" in text]
 
 
 async def test_closed_engine_says_so() -> None:

@@ -10,11 +10,12 @@ import pytest
 from helpers import Events, FakeSummarizer, Message, chat, make_policy, make_runtime, now, settle, virtual
 from smoothctx import ConfigurationError, HandleState, Isolate, LookaheadHandle, Policy, Runtime, Session
 from smoothctx.economics import Speed
-from smoothctx.engines.binding import EngineBinding
+from smoothctx.engines.binding import Binding, EngineBinding
 from smoothctx.engines.load import Load
 from smoothctx.engines.preload import Preloader
 from smoothctx.engines.slots import SlotBinding, SlotTable
 from smoothctx.errors import EngineRefused
+from smoothctx.foreground import WARMING
 from smoothctx.testing import FakeEngine
 from smoothctx.testing.engine import EngineCall
 
@@ -363,6 +364,133 @@ async def test_an_opening_that_waits_keeps_no_spare_slot() -> None:
         assert engine.free() == 1
         rewrite.discard()
         assert engine.free() == 2
+
+
+@pytest.mark.parametrize("openings", [2, 40])
+@virtual
+async def test_promise_10_openings_that_wait_hold_nobody_up(openings: int) -> None:
+    """While a turn of the parent runs, any number of openings waits, and then few of them are warmed at
+    once; another agent's lookaheads start meanwhile."""
+    engine = FakeEngine(speed=Speed(prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0))
+    async with make_runtime(concurrency=2) as runtime:
+        parent = runtime.session("parent", policy=policy(), engine=engine)
+        messages = chat(6, size=100)
+        async with parent.foreground():
+            handles = [parent.schedule_transform(isolate(f"Part {k}."), messages) for k in range(openings)]
+            await settle(1)
+            waiting = [handle for handle in handles if handle.state is HandleState.RUNNING]
+            assert len(waiting) == openings and not engine.calls
+            other = runtime.session("other", policy=make_policy(FakeSummarizer(delay=1)))
+            lookahead = other.observe(chat(12, size=55))
+            assert lookahead is not None and await lookahead.wait(1.5) is HandleState.READY
+        for handle in waiting:
+            assert await handle.wait(100) is HandleState.READY and handle.artifact is not None and handle.artifact.warm
+        assert sum(call.outcome == "done" for call in engine.calls) >= len(waiting)
+        assert _most_at_once(engine.calls) <= WARMING
+
+
+def _most_at_once(calls: list[EngineCall]) -> int:
+    return max(sum(c.arrived_s <= call.arrived_s < (c.ended_s or 0.0) for c in calls) for call in calls)
+
+
+@virtual
+async def test_promise_10_an_opening_that_never_gets_warm_is_ready_after_the_timeout() -> None:
+    """On an engine that is always busy, or hangs, `wait()` ends: cold, and the slot on the server goes back."""
+    events, busy, hung = Events(), Slotted(), Slotted()
+    hung.faults.hang()
+    async with make_runtime(on_event=events) as runtime:
+        parent = runtime.session("busy", policy=make_policy(FakeSummarizer(), timeout=30), engine=busy)
+        other = runtime.session("hung", policy=make_policy(FakeSummarizer(), timeout=30), engine=hung)
+        messages = chat(6, size=100)
+        began = now()
+        async with parent.foreground():
+            handles = [session.schedule_transform(isolate(), messages) for session in (parent, other)]
+            for handle in handles:
+                assert await handle.wait(100) is HandleState.READY and now() - began == pytest.approx(30)
+                assert handle.artifact is not None and not handle.artifact.warm
+        assert [event.data["complete"] for event in events.of("preload")] == [False, False]
+        assert not busy.calls and hung.calls[0].outcome == "cancelled"
+        assert len(handles[0].commit(messages)) > 2
+
+
+@virtual
+async def test_promise_10_views_that_wait_to_be_warmed_hold_nobody_up() -> None:
+    """Neither the first warming of a result nor the one after the history grew takes another session's slot."""
+    engine = FakeEngine(speed=Speed(prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0))
+    async with make_runtime(concurrency=1) as runtime:
+        ready = runtime.session("ready", policy=make_policy(FakeSummarizer(delay=1), window=4000), engine=engine)
+        messages = chat(24, size=55)
+        handle = ready.observe(messages)
+        assert handle is not None and await handle.wait(100) is HandleState.READY
+        lead = runtime.session("lead", policy=policy(), engine=engine)
+        async with lead.foreground():
+            messages += chat(1, size=5, first=24, system=False)
+            ready.observe(messages)  # it is to be warmed again
+            waits = runtime.session("waits", policy=make_policy(FakeSummarizer(delay=1)), engine=engine)
+            first = waits.observe(chat(12, size=56))
+            await settle(2)
+            assert first is not None and first.state is HandleState.RUNNING and first.flight.artifact is not None
+            other = runtime.session("other", policy=make_policy(FakeSummarizer(delay=1)))
+            lookahead = other.observe(chat(12, size=57))
+            assert lookahead is not None and await lookahead.wait(1.5) is HandleState.READY
+        assert await first.wait(100) is HandleState.READY and first.artifact is not None and first.artifact.warm
+
+
+@virtual
+async def test_promise_10_a_view_that_never_gets_warm_is_ready_after_the_timeout() -> None:
+    """Cold, on an engine that is always busy; so is its warming after the history grew, which ends the same way."""
+    events = Events()
+    engine = FakeEngine(speed=Speed(prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0))
+    async with make_runtime(on_event=events) as runtime:
+        lead = runtime.session("lead", policy=policy(), engine=engine)
+        session = runtime.session(
+            "s", policy=make_policy(FakeSummarizer(delay=1), window=4000, timeout=30), engine=engine
+        )
+        messages = chat(24, size=55)
+        async with lead.foreground():
+            handle = session.observe(messages)
+            assert handle is not None and await handle.wait(100) is HandleState.READY and now() == pytest.approx(31)
+            assert handle.artifact is not None and not handle.artifact.warm
+            messages += chat(1, size=5, first=24, system=False)
+            session.observe(messages)
+            await settle(29)
+            assert len(events.of("preload")) == 1
+            await settle(2)
+        assert [event.data["complete"] for event in events.of("preload")] == [False, False] and not engine.calls
+
+
+@virtual
+async def test_promise_10_a_deaf_preload_is_left_to_itself() -> None:
+    """One of an engine of somebody's own, which does not ask whether it is still needed."""
+
+    class Deaf(Binding):
+        async def preload(self, view: Any, **_: Any) -> Any:
+            await asyncio.sleep(1e6)
+
+    class Own(FakeEngine):
+        def bind(self, session_id: str) -> Any:
+            return Deaf(self, session_id)
+
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=1), timeout=30), engine=Own())
+        handle = session.observe(chat(12, size=55))
+        assert handle is not None and await handle.wait(100) is HandleState.READY and now() == pytest.approx(36)
+        assert handle.artifact is not None and not handle.artifact.warm
+
+
+@virtual
+async def test_an_engine_that_works_for_a_preload_only_at_times() -> None:
+    """A preload counts as work on the engine while its request runs, not while it waits."""
+    engine = Slotted(rate=100.0)
+    async with make_runtime() as runtime:
+        parent, _, handle = await opened(runtime, engine)
+        await settle(1)
+        assert runtime.foreground(engine).seen().working == 1
+        async with parent.foreground():
+            await settle(1)
+            assert handle.state is HandleState.RUNNING and runtime.foreground(engine).seen().working == 0
+        await handle.wait()
+        assert runtime.foreground(engine).seen().working == 0
 
 
 def test_a_request_that_is_no_mapping_is_refused() -> None:

@@ -21,6 +21,7 @@ from smoothctx.breaker import BreakerOpen, Breakers
 from smoothctx.errors import ClosedError, ConfigurationError, EngineUnreachable
 from smoothctx.foreign import in_background
 from smoothctx.pool import Outcome, TaskPool, Work
+from smoothctx.scheduler import MAX_IDLE
 from smoothctx.states import Reason
 from virtual import VirtualTimeLoop, run_virtual
 
@@ -587,6 +588,40 @@ def test_promise_10_works_that_hang_do_not_starve_the_others() -> None:
         assert (stats.running, stats.strays, stats.queued) == (0, 0, 0) and stats.submitted == 6
         assert [bench.outcome(f"hang{k}").reason for k in range(5)] == [Reason.TIMEOUT] * 5
         await bench.pool.aclose()
+
+    run_virtual(main)
+
+
+def test_promise_10_a_work_that_only_waits_for_idle_time_holds_no_slot() -> None:
+    """Any number of them start, each after the other's result; of too many the last ends as `queue_full`; a drain
+    waits for none."""
+
+    async def main() -> None:
+        bench = await Bench(concurrency=1).start()
+        works: dict[str, Work] = {}
+
+        def result(name: str) -> Callable[[], Awaitable[Any]]:
+            async def run() -> None:
+                await anyio.sleep(1)
+                bench.pool.idle(works[name])
+                await anyio.sleep_forever()
+
+            return run
+
+        names = [f"w{k}" for k in range(MAX_IDLE + 1)]
+        for name in names:
+            works[name] = bench.submit(name, result(name))
+        bench.submit("next", after(1, "ok"))
+        await anyio.sleep(MAX_IDLE + 2.5)
+        assert bench.ended_at["next"] == MAX_IDLE + 2 and bench.outcome(names[-1]).reason is Reason.QUEUE_FULL
+        stats = bench.pool.statistics()
+        assert (stats.running, stats.idle, stats.strays) == (MAX_IDLE, MAX_IDLE, 0)
+        assert f"0/1 running, {MAX_IDLE} idle, 0/256 queued" in repr(bench.pool)
+        bench.pool.cancel(works["w0"])
+        await anyio.sleep(0.1)
+        await bench.pool.aclose(drain=True)
+        assert bench.outcome("w0").reason is Reason.CANCELLED
+        assert {bench.outcome(name).reason for name in names[1:]} == {Reason.QUEUE_FULL}
 
     run_virtual(main)
 

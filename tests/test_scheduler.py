@@ -18,6 +18,7 @@ from smoothctx.scheduler import (
     Effect,
     Event,
     Finish,
+    Idle,
     Job,
     Lane,
     Promote,
@@ -298,12 +299,55 @@ def test_strays_can_be_stopped_promoted_and_deferred() -> None:
     assert {e.job_id for e in stopped if isinstance(e, Stop)} == {1, 3, 4}
 
 
+def test_promise_10_what_waits_for_idle_time_holds_no_slot() -> None:
+    """Its slot is free at once, it counts nowhere, and it can be promoted, stopped and finished as before."""
+    state = new(concurrency=1, stray_s=10.0)
+    for job_id in (1, 2, 3):
+        submit(state, job_id, child=True)
+    assert step(state, Idle(now=1.0, job_id=1)) == [Start(2), Wake(11.0)] and list(state.idle) == [1]
+    assert step(state, Idle(now=1.0, job_id=1)) == step(state, Idle(now=1.0, job_id=9)) == [Wake(11.0)]
+    assert step(state, Tick(now=11.0)) == [Start(3)] and list(state.strays) == [2]
+    assert step(state, Idle(now=12.0, job_id=2)) == [] and not state.strays and list(state.idle) == [1, 2]
+    with pytest.raises(ValueError, match="in use"):
+        submit(state, 1, now=12.0)
+    step(state, Promote(now=12.0, job_id=1))
+    assert state.idle[1].lane is Lane.PROMOTED
+    assert step(state, Cancel(now=12.0, job_id=1)) == [Stop(1, Reason.CANCELLED)]
+    assert step(state, Finish(now=13.0, job_id=1)) == [] and list(state.idle) == [2]
+    assert step(state, Close(now=14.0)) == [Stop(3, Reason.SHUTDOWN), Stop(2, Reason.SHUTDOWN)]
+
+
+def test_promise_10_few_wait_for_idle_time() -> None:
+    """Of more the one that is due last gives up, and holds a slot again until it has."""
+    state = new(concurrency=1, max_idle=2)
+    submit(state, 1, due=50.0)
+    step(state, Idle(now=0.0, job_id=1))
+    submit(state, 2)
+    step(state, Idle(now=0.0, job_id=2))
+    submit(state, 3, due=90.0)
+    assert step(state, Idle(now=0.0, job_id=3)) == [Stop(2, Reason.QUEUE_FULL)]
+    assert (list(state.idle), list(state.running)) == ([1, 3], [2])
+    assert submit(state, 4, due=95.0) == []
+    assert step(state, Finish(now=1.0, job_id=2)) == [Start(4)]
+    assert step(state, Idle(now=2.0, job_id=4)) == [Stop(4, Reason.QUEUE_FULL)], "it is the last one itself"
+
+
+def test_nothing_waits_for_idle_time_while_the_pool_drains() -> None:
+    """Results are what a drain waits for."""
+    state = new(concurrency=2)
+    for job_id in (1, 2):
+        submit(state, job_id)
+    step(state, Idle(now=0.0, job_id=1))
+    assert step(state, Close(now=1.0, drain=True)) == [Stop(1, Reason.QUEUE_FULL)]
+    assert step(state, Idle(now=2.0, job_id=2)) == [Stop(2, Reason.QUEUE_FULL)]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random histories of jobs, checked after every step against what was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = State(concurrency=3, max_pending=5, starvation_s=30.0, max_defer_s=60.0, stray_s=50.0)
+        self.state = State(concurrency=3, max_pending=5, starvation_s=30.0, max_defer_s=60.0, stray_s=50.0, max_idle=2)
         self.now = 0.0
         self.jobs: dict[int, Job] = {}
         self.where: dict[int, str] = {}
@@ -312,7 +356,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stray_at: dict[int, float] = {}
         self.strays: set[int] = set()
         self.promoted: list[int] = []
-        self.closed = False
+        self.given_up: set[int] = set()
+        self.closed = self.came_as_stray = False
         self.wake: float | None = None
 
     # -- the owner: carries out effects, and checks each of them -------------------------------------------------
@@ -338,12 +383,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.where[job_id] == "waiting", "dropped twice, or while it runs"
                     waiting.discard(job_id)
                     self.where[job_id] = f"dropped {reason}"
+                case Stop(job_id=job_id, reason=Reason.QUEUE_FULL) if not self.closed:
+                    self.give_up(job_id, event)
                 case Stop(job_id=job_id):
-                    assert self.where[job_id] == "running"
+                    assert self.where[job_id] in ("running", "idle")
                 case Wake(at=at):
                     self.wake = at
         if isinstance(event, Close) and not event.drain:
             assert not self.state.queue
+
+    def give_up(self, job_id: int, event: Event) -> None:
+        """Too many wait for idle time: the one that is due last takes the place of the one that came."""
+        assert isinstance(event, Idle)
+        idle = [i for i, where in self.where.items() if where == "idle"]
+        due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in idle}
+        assert len(idle) == 3 and due[job_id] == max(due.values())  # type: ignore[type-var]
+        self.where[job_id] = "running"
+        self.given_up.add(job_id)
+        if self.came_as_stray:
+            self.strays.add(job_id)
 
     @property
     def holding(self) -> list[int]:
@@ -418,11 +476,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def ended(self, job_id: int, where: str) -> None:
         self.where[job_id] = where
         self.strays.discard(job_id)
+        self.given_up.discard(job_id)
 
     @precondition(lambda self: self.any_in("running"))
     @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
+    def rest(self, data: st.DataObject) -> None:
         job_id = self.some(data, "running")
+        if self.closed or job_id in self.given_up:
+            return
+        self.came_as_stray = job_id in self.strays
+        self.ended(job_id, "idle")
+        self.send(Idle(now=self.now, job_id=job_id))
+
+    @precondition(lambda self: self.any_in("running", "idle"))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        job_id = self.some(data, "running", "idle")
         self.ended(job_id, "finished")
         self.send(Finish(now=self.now, job_id=job_id))
 
@@ -447,10 +516,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.not_before[job_id] = -math.inf
         self.send(Promote(now=self.now, job_id=job_id))
 
-    @precondition(lambda self: self.any_in("waiting", "running"))
+    @precondition(lambda self: self.any_in("waiting", "running", "idle"))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.send(Cancel(now=self.now, job_id=self.some(data, "waiting", "running")))
+        self.send(Cancel(now=self.now, job_id=self.some(data, "waiting", "running", "idle")))
 
     @rule(seconds=st.floats(0.1, 40))
     def time_passes(self, seconds: float) -> None:
@@ -472,7 +541,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def bounded_and_complete(self) -> None:
         """The bounds hold, and every job is exactly where the owner thinks it is: none lost, none twice."""
         assert len(self.state.running) <= 6 and len(self.state.strays) <= 3
-        assert sum(i in self.promoted for i in self.holding) >= len(self.holding) - 3
+        assert sum(i in self.promoted or i in self.given_up for i in self.holding) >= len(self.holding) - 3
+        assert sorted(self.state.idle) == sorted(i for i, w in self.where.items() if w == "idle")
+        assert len(self.state.idle) <= 2
         assert len(self.state.queue) <= 5
         assert sorted(self.state.queue) == sorted(i for i, w in self.where.items() if w == "waiting")
         assert sorted(self.state.running) == sorted(self.holding)

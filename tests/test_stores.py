@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import anyio
 import pytest
 
+from helpers import FakeSummarizer, chat, make_policy, make_runtime, settle
 from smoothctx.errors import ConfigurationError, StoreError
 from smoothctx.stores import FolderStore, MemoryStore
+from smoothctx.testing import run_virtual
 
 
 class Clock:
@@ -28,7 +31,7 @@ def files(root: Path) -> list[Path]:
 
 
 def run(function: Any) -> None:
-    """On a real loop: the folder's threads cannot be seen by a virtual one."""
+    """On a real loop, as a program does."""
     anyio.run(function)
 
 
@@ -257,3 +260,32 @@ def test_wrong_options_are_named(make_it: Any, message: str) -> None:
     """Configuration mistakes raise at construction."""
     with pytest.raises(ConfigurationError, match=message):
         make_it()
+
+
+def test_a_folder_works_on_virtual_time(tmp_path: Path) -> None:
+    """Its threads are waited for, the clock standing still: what one runtime wrote, the next one finds at once."""
+
+    async def main() -> tuple[list[str], float]:
+        loop, store = asyncio.get_running_loop(), FolderStore(tmp_path)
+        await store.put("t", "key", b"value")
+        assert await store.get("t", "key") == b"value" and loop.time() == 0
+        await store.delete("t", "key")
+        assert await store.get("t", "key") is None
+        for _ in range(20):  # an hour each, none of which passes while a thread works
+            await asyncio.sleep(3600)
+            with anyio.fail_after(0.001):
+                await store.put("t", "key", b"again")
+        how: list[str] = []
+        messages = chat(13)
+        for _ in range(2):
+            async with make_runtime(store=FolderStore(tmp_path)) as runtime:
+                session = runtime.session("s", policy=make_policy(FakeSummarizer(), model_id="m"))
+                await session.commit(messages)
+                await settle(60)
+                await session.commit(messages)
+                how += [r.how for r in session.receipts]
+                await runtime.aclose(drain=True)
+        return how, loop.time()
+
+    how, passed = run_virtual(main)
+    assert how == ["ready", "salvaged"] and passed == pytest.approx(20 * 3600 + 120)

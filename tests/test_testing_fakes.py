@@ -25,6 +25,12 @@ def virtual(main: Any) -> Any:
     return test
 
 
+def call(call_id: str, arguments: Any, *, name: str = "run") -> dict[str, Any]:
+    """An assistant message with one call."""
+    one = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [one]}
+
+
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
@@ -37,7 +43,27 @@ def virtual(main: Any) -> Any:
         ([{"role": "developer", "content": "x"}, H()], []),
         (tool_chat(3), []),
         ([H(), A(None, "a", "b"), T("b"), T("a"), A()], []),
-        ([H(), A(None, "", ""), T(""), T("")], []),
+        ([H(), A(None, refusal="I will not.")], []),
+        ([H(), A(None, function_call={"name": "run", "arguments": ""}), {"role": "function", "content": "x"}], []),
+        ([{"role": "user", "content": None}], ["messages[0]: a user message without content"]),
+        ([{"role": "user"}], ["messages[0]: a user message without content"]),
+        ([{"role": "user", "content": []}], ["messages[0]: a user message without content"]),
+        ([{"role": "system"}, H()], ["messages[0]: a system message without content"]),
+        ([H(), A(None)], ["messages[1]: an assistant message without content and calls"]),
+        (
+            [H(), {"role": "assistant", "tool_calls": []}],
+            ["messages[1]: an assistant message without content and calls"],
+        ),
+        ([H(), A(None, "a"), {"role": "tool", "tool_call_id": "a"}], ["messages[2]: a tool message without content"]),
+        (
+            [H(), A(None, ""), T("")],
+            ["messages[1]: a call without an id", "messages[2]: a result without a tool_call_id"],
+        ),
+        ([H(), call("a", "{"), T("a")], ["messages[1]: the arguments of the call 'a' are no JSON: '{'"]),
+        ([H(), call("a", None), T("a")], ["messages[1]: the arguments of the call 'a' are no JSON: ''"]),
+        ([H(), call("a", "{}", name=""), T("a")], ["messages[1]: the call 'a' has no name"]),
+        ("x", ["messages: expected a list of messages, got str"]),
+        (None, ["messages: expected a list of messages, got NoneType"]),
         ([S(), A()], ["messages[1]: the first one after the system messages is of role 'assistant'"]),
         ([H(), S()], ["messages[1]: a system message behind"]),
         ([H(), T("a")], ["messages[1]: a result ('a') without its call"]),

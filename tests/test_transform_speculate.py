@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers import (
     FlakyStore,
     H,
     Message,
+    S,
     T,
     chat,
     coherent,
@@ -37,12 +39,15 @@ from smoothctx import (
     Isolate,
     KeepRecent,
     Locality,
+    MemoryStore,
     Offload,
+    ParallelSummarize,
     Policy,
     Reason,
     Rewrite,
     Runtime,
     Session,
+    SmoothctxError,
     Speculate,
     Summarize,
     TransformRequest,
@@ -51,6 +56,8 @@ from smoothctx import (
 from smoothctx.engines.preload import PreloadReport
 from smoothctx.flight import dump_artifact, load_artifact
 from smoothctx.testing import check_locality, run_virtual
+from smoothctx.transforms.model import ModelReply, estimate
+from smoothctx.transforms.spending import most_tokens
 from transform_fakes import FakeEngine, FakeModel, request
 
 KEEP = ("messages", 4)
@@ -285,22 +292,135 @@ async def test_an_explicit_one_is_committed_by_its_handle() -> None:
 async def test_over_budget_only_the_first_is_prepared() -> None:
     """Per session: what the candidates behind the first have cost, and what the next could cost."""
     first, second = FakeEngine("One."), FakeEngine("Two.")  # 120 tokens each time
-    transform = Speculate([short(first), short(second)], by_words, budget_tokens=900)
     messages = chat(4, size=40)
-    source = sum(map(CODEC.estimate, messages))
+    most = most_tokens(short(second), request(messages)) or 0
+    transform = Speculate([short(first), short(second)], by_words, budget_tokens=most + 400)
     counts = []
     for _ in range(8):
         rewrite = await transform.apply(request(messages, session_id="s"))
         counts.append(sum(r is not None for r in rewrite.alternatives))
-    afford = 0
-    while afford * 120 + source + 100 <= 900:
-        afford += 1
-    assert counts == [2] * afford + [1] * (8 - afford) and 1 < afford < 8
-    assert len(second.requests) * 120 <= 900
+    assert counts == [2] * 4 + [1] * 4 and len(second.requests) == 4
     again = await transform.apply(request(messages, session_id="another"))
     assert sum(r is not None for r in again.alternatives) == 2
     other = await transform.apply(request(messages, session_id="s", tenant="other"))
     assert sum(r is not None for r in other.alternatives) == 2
+
+
+class Meter:
+    """A model that counts what it reads and writes; with ``cut`` its answers are cut off."""
+
+    def __init__(self, *, cut: bool = False) -> None:
+        self.cut = cut
+        self.tokens = self.calls = 0
+
+    async def __call__(self, messages: list[Message], *, max_tokens: int | None = None) -> ModelReply:
+        assert max_tokens is not None
+        usage = Usage(input_tokens=estimate(messages), output_tokens=max_tokens if self.cut else 40, calls=1)
+        self.tokens += usage.total_tokens
+        self.calls += 1
+        await asyncio.sleep(1)
+        return ModelReply(text="It says this.", usage=usage, finish_reason="length" if self.cut else "stop")
+
+
+def metered(kind: str, model: Meter, window: int) -> Any:
+    """One of our transforms."""
+    if kind == "blocks":
+        return ParallelSummarize(model, block_tokens=400, keep=KEEP, window=window, max_tokens=100, workers=2)
+    if kind == "chain":
+        return Chain(
+            Offload(store=MemoryStore(), min_tokens=300), Summarize(model, keep=KEEP, window=window, max_tokens=100)
+        )
+    return Summarize(model, keep=KEEP, window=window, max_tokens=100, layout=kind)
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(["aligned", "standalone", "blocks", "chain"]),
+    sizes=st.lists(st.integers(5, 600), min_size=4, max_size=10),
+    window=st.sampled_from([1500, 4000, 100_000]),
+    before=st.integers(0, 400),
+    cut=st.booleans(),
+)
+def test_property_nothing_costs_more_than_its_estimate(
+    kind: str, sizes: list[int], window: int, before: int, cut: bool
+) -> None:
+    """Whatever it reads, in however many parts, with every text asked for twice: so a budget is a limit."""
+
+    async def run() -> None:
+        messages = [m for k, n in enumerate(sizes) for m in (H(f"{k} question", size=n), A("answer", size=n // 2))]
+        model = Meter(cut=cut)
+        own = metered(kind, model, window)
+        asked = request(messages, before=[S("You are an agent. " + "Be kind. " * before)])
+        most = most_tokens(own, asked)
+        assert most is not None
+        with contextlib.suppress(SmoothctxError):  # cut off twice
+            await own.apply(asked)
+        assert 0 < model.tokens <= most
+
+    run_virtual(run)
+
+
+class Own:
+    """A transform of one's own, of whose cost nothing is known before."""
+
+    name, locality, fingerprint = "own", Locality.FUTURE, None
+
+    def __init__(self, calls: int, *, tells: bool) -> None:
+        self.calls, self.tells = calls, tells
+        self.made = 0
+
+    async def apply(self, request: TransformRequest) -> Rewrite:
+        """So many calls of 100 tokens, told one by one or at the end."""
+        used = Usage()
+        for _ in range(self.calls):
+            await asyncio.sleep(1)
+            one = Usage(input_tokens=90, output_tokens=10, calls=1)
+            self.made += 1
+            used += one
+            if self.tells and request.on_usage is not None:
+                request.on_usage(one)
+        return Rewrite(messages=[CODEC.summary("Own.")], usage=used)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_ones_own_transform_spends_counts(tells: bool) -> None:
+    """It is not free: after what it reported the budget is used up, and nothing further is prepared."""
+
+    @virtual
+    async def run() -> None:
+        own = Own(2, tells=tells)
+        transform = Speculate([KeepRecent(), own, own], by_words, budget_tokens=350)
+        ready = [[r is not None for r in (await transform.apply(request(chat(4)))).alternatives] for _ in range(3)]
+        assert ready[0] == [True, True, True] if not tells else ready[0][0]
+        assert ready[1:] == [[True, False, False]] * 2 and own.made == 4
+        nothing = Own(1, tells=tells)
+        await Speculate([KeepRecent(), nothing], by_words, budget_tokens=0).apply(request(chat(4)))
+        assert nothing.made == 0
+
+    run()
+
+
+@virtual
+async def test_what_uses_the_budget_up_is_ended() -> None:
+    """A candidate of unknown cost goes on until its calls have spent what there is, not further."""
+    own = Own(50, tells=True)
+    rewrite = await Speculate([KeepRecent(), own], by_words, budget_tokens=350).apply(request(chat(4)))
+    assert [r is not None for r in rewrite.alternatives] == [True, False]
+    assert own.made == 4 and rewrite.usage.calls == 4
+
+
+@virtual
+async def test_two_at_once_do_not_spend_the_same_rest() -> None:
+    """What one run may still spend is reserved for it."""
+    model = Meter()
+    second = Summarize(model, keep=KEEP, max_tokens=100)
+    most = most_tokens(second, request(chat(4))) or 0
+    transform = Speculate([KeepRecent(), second], by_words, budget_tokens=most + most // 2)
+    async with asyncio.TaskGroup() as group:
+        runs = [group.create_task(transform.apply(request(chat(4)))) for _ in range(2)]
+    assert sorted(sum(r is not None for r in run.result().alternatives) for run in runs) == [1, 2]
+    assert model.calls == 1
+    assert sum(r is not None for r in (await transform.apply(request(chat(4)))).alternatives) == 2
 
 
 async def test_without_budget_local_candidates_still_come() -> None:

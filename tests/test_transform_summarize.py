@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from smoothctx.errors import ConfigurationError, EngineOverloaded, InvalidOutput, TransformError
+from smoothctx.testing import valid_request
 from smoothctx.tokens import count_text
 from smoothctx.transforms import Locality, ModelReply, Summarize, Transform, default_validators, pin, validate
 from smoothctx.transforms.inputs import head, pieces
@@ -105,6 +106,10 @@ call_ids = st.sampled_from(["", "a", "b", "call_0"])
 any_message = st.one_of(
     st.just(user("hello")),
     st.just(assistant("fine")),
+    st.sampled_from([user(None), user([]), {"role": "user"}, {"role": "assistant"}, tool("a", None)]),
+    st.just({"role": "assistant", "content": None, "refusal": "I will not."}),
+    st.sampled_from(["", "{", "null", '{"p": 1}']).map(lambda a: assistant(None, "a", arguments=a)),
+    st.just(assistant(None, "a", name="")),
     st.lists(call_ids, min_size=1, max_size=3).map(lambda ids: assistant("calling", *ids)),
     call_ids.map(lambda i: tool(i, "result")),
 )
@@ -122,6 +127,24 @@ def test_promise_03_property_any_history_gives_valid_requests(
     asyncio.run(Summarize(model, window=window, max_tokens=100).apply(request(messages, before=[SYSTEM])))
     for sent in model.requests:
         valid(sent)
+        assert valid_request(sent) == []
+
+
+async def test_what_no_provider_takes_is_mended_and_all_else_stays() -> None:
+    """A request of ours says all that the history says, in a form that is accepted; sound messages are the same."""
+    sound = [user("hello"), assistant(None, "a", arguments='{"p": 1}'), tool("a", "done")]
+    broken = [
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        assistant(None, "b", name="", arguments='{"file": "a.py'),
+        tool("b", None),
+    ]
+    model = FakeModel()
+    await Summarize(model).apply(request([*sound, *broken], before=[SYSTEM]))
+    (sent,) = model.requests
+    assert sent[:4] == [SYSTEM, *sound] and valid_request(sent) == []
+    assert sent[4] == {"role": "assistant", "content": "I will not."}
+    function = sent[5]["tool_calls"][0]["function"]
+    assert function == {"name": "unknown", "arguments": '{"text": "{\\"file\\": \\"a.py"}'} and sent[6]["content"] == ""
 
 
 async def test_thinking_is_left_verbatim_b117() -> None:

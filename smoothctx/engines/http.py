@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import weakref
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,10 +18,19 @@ from .wire import Answer, is_url, raise_for_status, unreachable
 
 #: bytes of an answer that are read where only a part of it matters
 _ANSWER = 8 * 1024 * 1024
+#: a name and a password in a URL
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+
+
+def without_user(url: str) -> str:
+    """A URL as it may be shown: without a name and a password."""
+    return _USER.sub("", url)
 
 
 class Server:
-    """A server below ``root``. A client belongs to the loop that its connections were made on, this to every loop.
+    """A server below ``root``. A name and a password in the URL are used (HTTP basic authentication) and never shown:
+    they are in no ``root``, ``url``, identity or error. A client belongs to the loop that its connections were made on,
+    this to every loop.
 
     Raises:
         ConfigurationError: when the URL, the key or the timeout cannot be right.
@@ -29,12 +40,13 @@ class Server:
         self, base_url: str, *, api_key: str | None, timeout_s: float, client: httpx.AsyncClient | None
     ) -> None:
         if not isinstance(base_url, str) or not is_url(base_url):
-            raise ConfigurationError(f"base_url={base_url!r}: expected http://host:port or https://host, /v1 or not")
+            shown = base_url.rpartition("@")[2] if isinstance(base_url, str) else base_url  # no password of it
+            raise ConfigurationError(f"base_url={shown!r}: expected http://host:port or https://host, /v1 or not")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
             raise ConfigurationError(f"timeout_s={timeout_s!r}: expected seconds above 0")
         if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
             raise ConfigurationError("api_key: expected printable ASCII without line breaks (its value is not shown)")
-        self.root = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.root = without_user(base_url).rstrip("/").removesuffix("/v1").rstrip("/")
         self.url = f"{self.root}/v1"
         self._given = client
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
@@ -43,6 +55,10 @@ class Server:
         self._trust_env = True
         self._timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        given = httpx.URL(base_url)
+        if given.userinfo:  # it goes before a key, as in httpx
+            login = b64encode(f"{given.username}:{given.password}".encode()).decode()
+            self._headers = {"Authorization": f"Basic {login}"}
 
     async def fetch(self, path: str) -> Answer:
         """GET a path below the server's root, whatever the answer's status; cut at 8 MiB.

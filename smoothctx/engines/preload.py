@@ -6,13 +6,15 @@ begins; what the turn then waits for is how late the engine notices. It is the b
 was evaluated stays (llama.cpp); growing prefixes ask nothing of the engine.
 
 Either way nothing goes out while a turn is in flight or due (or only beside its decode, when time is short), and one
-that is under way when a turn begins is aborted.
+that is under way when a turn begins is aborted. Any number may wait for idle time; few requests go out at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +30,8 @@ CHUNK_DELAY_S = 0.1
 FIRST_CHUNK = 512
 MIN_CHUNK = 128
 MAX_CHUNK = 65_536
+#: seconds that a preload takes at most, its waiting for idle time included, whatever the policy says
+MAX_WAIT_S = 3600.0
 #: tokens after a cut that are not of the view: stubs, and what opens the answer
 _TAIL = 8
 #: aborts in a row after which one request for all of it is no way forward, where nothing of it is known to stay
@@ -105,7 +109,7 @@ class Preloader:
         complete = False
 
         def allowed() -> bool:
-            return not foreground.busy or (not foreground.prefilling and hurried(self.rate))
+            return foreground.room and (not foreground.busy or (not foreground.prefilling and hurried(self.rate)))
 
         while needed():
             messages = view()
@@ -122,7 +126,8 @@ class Preloader:
             part, upto = head(messages, total if whole else self._end(done, tokens, total))
             prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
-            reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
+            with foreground.warming():
+                reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
             if reply is None:
                 aborted, in_row = aborted + 1, in_row + 1
                 continue
@@ -172,6 +177,23 @@ class Preloader:
                 self.rate = _mean(self.rate, evaluated / seconds)
         if new >= MIN_CHUNK // 2:
             self._speed = _mean(self._speed, new / seconds)
+
+
+@contextmanager
+def for_a_while(foreground: Foreground, seconds: float) -> Iterator[Callable[[], bool]]:
+    """Inside, on the running loop: is there time left for a preload? Who waits for ``foreground`` asks when it ends."""
+    over = False
+
+    def end() -> None:
+        nonlocal over
+        over = True
+        foreground.poke()
+
+    timer = asyncio.get_running_loop().call_later(min(seconds, MAX_WAIT_S), end)
+    try:
+        yield lambda: not over
+    finally:
+        timer.cancel()
 
 
 def _mean(old: float | None, new: float) -> float:

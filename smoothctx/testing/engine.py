@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,17 +56,23 @@ class EngineCall:
 
 
 class FakeStream:
-    """A running completion: iterate over its text; ``completion`` is there when the iteration has ended."""
+    """A running completion: iterate over its text; ``completion`` is there when the iteration has ended.
+
+    ``on_token`` may be set before: it is called whenever a token comes.
+    """
 
     def __init__(self, pieces: AsyncGenerator[str | Completion]) -> None:
         self._pieces = pieces
         self.completion: Completion | None = None
+        self.on_token: Callable[[], object] | None = None
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         async for piece in self._pieces:
             if isinstance(piece, Completion):
                 self.completion = piece
             elif piece:
+                if self.on_token is not None:
+                    self.on_token()
                 yield piece
 
     async def drain(self) -> Completion:
