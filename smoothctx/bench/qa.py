@@ -32,6 +32,7 @@ from ..transforms.replies import strip_thinking
 from . import qa_data
 from .qa_data import KINDS, Item
 from .qa_scores import action_of, equivalence, exact_match, f1, held
+from .statistics import mean
 
 CODEC = OpenAIMessages()
 #: the same answer for the same question, as far as the server allows
@@ -347,19 +348,15 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "setting": setting,
                 "cells": len(group),
                 "errors": len(group) - len(right),
-                "context_tokens": _mean([float(c.context_tokens) for c in right]),
+                "context_tokens": mean([float(c.context_tokens) for c in right]),
                 "kept": sum(c.context_tokens for c in right) / raw if raw else None,
-                "held": _mean([c.held for c in right if c.held is not None]),
-                "exact_match": _mean([c.exact_match for c in right if c.exact_match is not None]),
-                "f1": _mean([c.f1 for c in right if c.f1 is not None]),
-                "equivalence": _mean([c.equivalence for c in right if c.equivalence is not None]),
+                "held": mean([c.held for c in right if c.held is not None]),
+                "exact_match": mean([c.exact_match for c in right if c.exact_match is not None]),
+                "f1": mean([c.f1 for c in right if c.f1 is not None]),
+                "equivalence": mean([c.equivalence for c in right if c.equivalence is not None]),
             }
         )
     return found
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -11,6 +11,11 @@ from itertools import combinations
 _WORD = re.compile(r"\w+")
 
 
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; ``None`` of no values."""
+    return sum(values) / len(values) if values else None
+
+
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Rank correlation, ties at their mean rank; ``None`` where one side does not vary or there are no two pairs."""
     if len(left) != len(right):
@@ -18,9 +23,9 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     a, b = _ranks(left), _ranks(right)
     if len(a) < 2:
         return None
-    mean = (len(a) + 1) / 2
-    top = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    below = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    middle = (len(a) + 1) / 2
+    top = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    below = math.sqrt(sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b))
     return top / below if below else None
 
 
@@ -28,10 +33,10 @@ def variation(values: Sequence[float]) -> float | None:
     """Coefficient of variation: the sample standard deviation over the mean; ``None`` for fewer than two values."""
     if len(values) < 2:
         return None
-    mean = sum(values) / len(values)
-    if not mean:
+    middle = sum(values) / len(values)
+    if not middle:
         return None
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) / mean
+    return math.sqrt(sum((v - middle) ** 2 for v in values) / (len(values) - 1)) / middle
 
 
 def similarity(texts: Sequence[str]) -> float | None:

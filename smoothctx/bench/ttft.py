@@ -24,7 +24,7 @@ from ..engines import find_weights
 from ..engines.http import without_user
 from ..errors import ConfigurationError, SmoothctxError
 from ..outputs import check_file, check_folder
-from . import ttft_file, ttft_report
+from . import given, ttft_file, ttft_report
 from .ttft_agent import Bench, Pools, Turn
 from .ttft_engine import Calibration, calibrate, embedded, server
 from .ttft_plan import (
@@ -60,10 +60,7 @@ def add_parser(kinds: Any) -> None:
             "On the embedded engine, or on any OpenAI-compatible server. An interrupted run goes on from its file."
         ),
     )
-    parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
-    parser.add_argument("--name", metavar="NAME", help="the model's name on that server")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    parser.add_argument("--model", metavar="FILE.gguf", type=Path, help="weights of the embedded engine")
+    given.add_engine(parser)
     parser.add_argument("--path", metavar="DIR", type=Path, help="what the agents read; default: these sources")
     parser.add_argument("--plan", metavar="PLAN", help="STRATEGY:CONCURRENCY:SESSIONS,... in place of the next three")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help="default: all four")
@@ -110,11 +107,8 @@ def command(options: argparse.Namespace) -> int:
         _report({name: ttft_file.read(file) for name, file in _names(options.report).items()}, options)
         return 0
     settings, plan = _settings(options), _plan(options)
-    if options.url and not options.name:
-        raise ConfigurationError("--url: needs --name NAME, the model's name on that server")
-    folder = options.path or Path(__file__).resolve().parent.parent
-    if not folder.exists():
-        raise ConfigurationError(f"--path {folder}: there is no such folder")
+    given.check_engine(options)
+    folder = given.folder(options)
     data = anyio.run(_run, options, settings, plan, folder)
     _report({"ttft" if options.json is None else options.json.stem: data}, options)
     if options.json is not None:

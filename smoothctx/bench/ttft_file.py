@@ -10,6 +10,7 @@ from typing import Any
 
 from ..demo.chunks import Chunk
 from ..errors import ConfigurationError
+from ..outputs import write_whole
 
 FORMAT = "smoothctx ttft 1"
 
@@ -81,6 +82,4 @@ def _difference(name: str, there: Any, wanted: Any) -> str:
 
 def write(file: Path, data: Mapping[str, Any]) -> None:
     """All of it or nothing: an interruption leaves the file as it was."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(data, separators=(",", ":")) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_whole(file, json.dumps(data, separators=(",", ":")) + "\n")

@@ -28,6 +28,7 @@ from ..transforms.base import TransformRequest
 from ..transforms.parallel import ParallelSummarize
 from ..transforms.prompts_blocks import DETAILS
 from ..transforms.summarize import Summarize
+from . import given
 from .volume_figures import row, summary, table
 from .volume_simulated import Rates, measure_rates, with_simulation
 
@@ -211,10 +212,7 @@ def add_parser(kinds: Any) -> None:
             "as many tokens. On the embedded engine, or on any OpenAI-compatible server."
         ),
     )
-    parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
-    parser.add_argument("--name", metavar="NAME", help="the model's name on that server")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    parser.add_argument("--model", metavar="FILE.gguf", type=Path, help="weights of the embedded engine")
+    given.add_engine(parser)
     parser.add_argument("--path", metavar="DIR", type=Path, help="what the agent has read; default: these sources")
     parser.add_argument("--tokens", type=int, metavar="N", help="size of the history (default 12000)")
     parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="block sizes (default 1000 2000 4000)")
@@ -236,11 +234,8 @@ def add_parser(kinds: Any) -> None:
 def command(options: argparse.Namespace) -> int:
     """Run it. Returns the exit code."""
     settings = _settings(options)
-    if options.url and not options.name:
-        raise ConfigurationError("--url: needs --name NAME, the model's name on that server")
-    folder = options.path or Path(__file__).resolve().parent.parent
-    if not folder.exists():
-        raise ConfigurationError(f"--path {folder}: there is no such folder")
+    given.check_engine(options)
+    folder = given.folder(options)
     check_file("--json", options.json)
     data, rates = anyio.run(_run, options, settings, folder)
     if rates is not None:

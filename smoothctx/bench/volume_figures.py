@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .statistics import similarity, spearman, variation
+from .statistics import mean, similarity, spearman, variation
 
 #: part of the blocks' tokens that a sequential summary must have to be compared with them
 NEARLY = 0.9
@@ -26,15 +26,15 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
             figures = {
                 "block_tokens": size,
                 "detail": detail,
-                "blocks": _mean([c["blocks"] for c in parallel]),
-                "output_tokens": _mean([c["output_tokens"] for c in parallel]),
+                "blocks": mean([c["blocks"] for c in parallel]),
+                "output_tokens": mean([c["output_tokens"] for c in parallel]),
                 "variation": variation([c["output_tokens"] for c in parallel]),
                 "similarity": similarity(["\n".join(c["texts"]) for c in parallel]),
-                "wall_s": _mean([c["wall_s"] for c in parallel]),
-                "tokens_per_s": _mean([c["tokens_per_s"] or 0.0 for c in parallel]),
-                "sequential_tokens": _mean([c["output_tokens"] for c in sequential]),
-                "sequential_wall_s": _mean([c["wall_s"] for c in sequential]),
-                "sequential_tokens_per_s": _mean([c["tokens_per_s"] or 0.0 for c in sequential]),
+                "wall_s": mean([c["wall_s"] for c in parallel]),
+                "tokens_per_s": mean([c["tokens_per_s"] or 0.0 for c in parallel]),
+                "sequential_tokens": mean([c["output_tokens"] for c in sequential]),
+                "sequential_wall_s": mean([c["wall_s"] for c in sequential]),
+                "sequential_tokens_per_s": mean([c["tokens_per_s"] or 0.0 for c in sequential]),
             }
             figures["matched"] = _matched(parallel, sequential)
             figures["speedup"] = _speedup(figures) if figures["matched"] else None
@@ -60,10 +60,6 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
 
 def _columns(cells: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     return [c[name] for c in cells], [c["output_tokens"] for c in cells]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _matched(parallel: Sequence[Mapping[str, Any]], sequential: Sequence[Mapping[str, Any]]) -> bool:
