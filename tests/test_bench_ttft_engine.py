@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ from smoothctx.bench import ttft
 from smoothctx.bench.ttft_agent import Agent, Bench, Line
 from smoothctx.bench.ttft_engine import Calibration, Watched, calibrate
 from smoothctx.bench.ttft_figures import excess_by_size, pairs
-from smoothctx.bench.ttft_plan import ABORT, DEFAULT_PLAN, Cell, Settings, tool_time
+from smoothctx.bench.ttft_plan import ABORT, DEFAULT_PLAN, Cell, Settings, pauses, tool_time
 from smoothctx.economics import Speed
 from smoothctx.engines import OpenAIEngine
 from smoothctx.errors import EngineProtocolError
@@ -48,6 +49,15 @@ class Served(Fake):
         async with aclosing(super()._generate(call, tokens, garbage)) as pieces:
             async for piece in pieces:
                 yield piece
+
+
+def test_pauses_are_those_of_the_session_and_have_the_mean_of_the_plan() -> None:
+    """Both modes wait as long before the same turn; sessions differ, so that none follow each other in step for good."""
+    first, again, other = (list(islice(pauses(Settings(), 8.0, n), 28)) for n in (1, 1, 2))
+    assert first == again and not set(first) & set(other)
+    assert len(set(first)) == 28 and all(6.0 <= p <= 10.0 for p in first)
+    assert sum(first) == pytest.approx(28 * 8.0)
+    assert set(islice(pauses(Settings(), 0.0, 1), 4)) == {0.0}
 
 
 @pytest.mark.parametrize("speed", [Speed(220.0, 40.0), Speed(1800.0, 20.0)], ids=["slow", "fast"])

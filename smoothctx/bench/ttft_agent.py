@@ -17,7 +17,7 @@ from ..runtime import Runtime
 from ..session import Session
 from ..transforms import Isolate
 from .ttft_engine import Calibration
-from .ttft_plan import Cell, Settings, texts
+from .ttft_plan import Cell, Settings, pauses, texts
 from .ttft_strategies import Conversation, isolate, policy, sent
 
 
@@ -131,10 +131,11 @@ class Agent:
         session, options = self.session(self.line.name)
         talk = Conversation(self.line.name, tools=self.cell.strategy == "offload")
         reading = texts(pools.turns, self.settings, self.line.number)
+        pause = pauses(self.settings, self.tool_s, self.line.number)
         ahead, parent = self.cell.mode == "lookahead", self.cell.strategy == "isolate"
         prepared: tuple[list[Any], Any] | None = None
         for number in range(1, self.settings.turns + 1):
-            await anyio.sleep(self.tool_s)  # the tool that fetches the next part
+            await anyio.sleep(next(pause))  # the tool that fetches the next part
             chunk = next(reading)
             talk.ask(chunk)
             reply, turn = await self.turn(

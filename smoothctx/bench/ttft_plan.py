@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,18 +42,20 @@ _HANDED = 2
 class Settings:
     """What every cell of one file has in common. Sizes in tokens, times in seconds.
 
-    ``tool_s``: time between two turns; ``None``: by calibration, see ``tool_time``. ``isolate_every``: turns between
-    two hand-overs to a sub-agent. ``saturated_turn_tokens`` and ``saturated_rounds``: the size of a turn, and the
-    conversations that follow each other in one cell, where the engine is saturated.
+    ``tool_s``: mean time between two turns; ``None``: by calibration, see ``tool_time``. ``tool_spread``: how far one
+    may be from it, as a share (see ``pauses``). ``isolate_every``: turns between two hand-overs to a sub-agent.
+    ``saturated_turn_tokens`` and ``saturated_rounds``: the size of a turn, and the conversations that follow each other
+    in one cell, where the engine is saturated.
     """
 
     turns: int = 28
     turn_tokens: int = 625
     reply_tokens: int = 24
-    summary_tokens: int = 128
+    summary_tokens: int = 256
     window: int = 6144
     long: int = 2
     tool_s: float | None = None
+    tool_spread: float = 0.25
     isolate_every: int = 4
     saturated_turn_tokens: int = 96
     saturated_rounds: int = 4
@@ -158,8 +161,22 @@ def tool_time(
     least = 0.5
     if strategy == "isolate":  # the last two turns, one of them a long one; the other sessions' turns come between
         opening = (_HANDED + settings.long - 1) * turn_tokens / (warming * prefill)
-        least = opening + (concurrency - 1) * turn
+        least = (opening + (concurrency - 1) * turn) / (1 - settings.tool_spread)
     return round(max(least, period - turn), 1)
+
+
+def pauses(settings: Settings, tool_s: float, number: int) -> Iterator[float]:
+    """Seconds of tool time before each turn of the session of this number: the same in both modes.
+
+    Tools never take equally long. With equal pauses the turns of sessions that met once, for instance because both
+    waited for a batch of the engine, would begin at the same moment ever after, in one mode and not in the other. Two
+    pauses after each other have the given mean.
+    """
+    draw = random.Random(number)
+    while True:
+        shift = draw.uniform(-settings.tool_spread, settings.tool_spread)
+        yield tool_s * (1 + shift)
+        yield tool_s * (1 - shift)
 
 
 async def pool(folder: Path, settings: Settings, count: Count, *, tokens: int | None = None) -> list[Chunk]:

@@ -32,8 +32,8 @@ MIN_CHUNK = 128
 MAX_CHUNK = 65_536
 #: seconds that a preload takes at most, its waiting for idle time included, whatever the policy says
 MAX_WAIT_S = 3600.0
-#: tokens after a cut that are not of the view: stubs, and what opens the answer
-_TAIL = 8
+#: tokens after a cut that are not of the view (stubs, and what opens the answer), and some for the estimate's error
+_TAIL = 16
 #: aborts in a row after which one request for all of it is no way forward, where nothing of it is known to stay
 _ABORTS = 3
 
@@ -83,7 +83,7 @@ class Preloader:
         self.rate: float | None = None
         self._speed: float | None = None  # the same in new characters per second
         self._last = FIRST_CHUNK
-        self._per_token = 4.0  # characters
+        self._per_token: float | None = None  # characters
 
     async def run(
         self,
@@ -135,7 +135,7 @@ class Preloader:
             self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
             more = reply.usage.input_tokens - tokens
             if tokens and more > 0:
-                self._per_token = max(0.25, (upto - done) / more)
+                self._per_token = _mean(self._per_token, max(0.25, (upto - done) / more))
             usage = usage + reply.usage
             tokens = reply.usage.input_tokens
             warm, done = part, upto
@@ -151,11 +151,15 @@ class Preloader:
         if total - done <= chunk * 1.25:
             return total
         block = self._block()
-        if not block or block == 1 or not tokens:
+        if not block or block == 1 or self._per_token is None:
             return done + chunk
-        # The end of a block that the chunk's time allows, but always one more than is warm.
+        # The end of a block that the chunk's time allows, but always one more than is warm; and a little further, since
+        # the size of the chunk is an estimate, and a block that is just missed is evaluated twice.
         blocks = max(tokens // block + 1, int(tokens + chunk / self._per_token) // block)
-        return min(total, done + max(MIN_CHUNK, round((blocks * block - tokens + _TAIL) * self._per_token)))
+        if blocks * block - tokens < block // 4:
+            blocks += 1
+        step = blocks * block - tokens
+        return min(total, done + max(MIN_CHUNK, round((step + _TAIL + step // 8) * self._per_token)))
 
     def _chunk(self) -> int:
         if self._speed is None:
