@@ -52,7 +52,7 @@ class Served(Fake):
 
 
 def test_pauses_are_those_of_the_session_and_have_the_mean_of_the_plan() -> None:
-    """Both modes wait as long before the same turn; sessions differ, so that none follow each other in step for good."""
+    """Both modes wait as long before the same turn; sessions differ, so that none stay in step."""
     first, again, other = (list(islice(pauses(Settings(), 8.0, n), 28)) for n in (1, 1, 2))
     assert first == again and not set(first) & set(other)
     assert len(set(first)) == 28 and all(6.0 <= p <= 10.0 for p in first)
