@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,6 +17,7 @@ from .archive import Archive
 from .blockwise import Blockwise
 from .boundary import Boundary
 from .branch import Branch
+from .calls import Calls, ForegroundCall
 from .choice import choose
 from .codec import Codec, check_messages
 from .conversation import Conversation
@@ -30,7 +31,7 @@ from .judge import TrajectoryJudge
 from .judging import Judging
 from .launch import RETRIEVE_WAIT, UNREADABLE, Launcher
 from .openings import Openings
-from .outcomes import CommitOutcome, ForegroundSeen
+from .outcomes import CommitOutcome
 from .policy import Policy
 from .receipts import Receipt
 from .rest import Rest
@@ -41,7 +42,6 @@ from .transforms.base import Transform
 from .transforms.offload import PAGE, has_stubs
 from .transforms.parallel import ParallelSummarize
 from .trigger import Trigger
-from .usage import Usage
 from .view import Artifact
 
 if TYPE_CHECKING:
@@ -50,22 +50,6 @@ if TYPE_CHECKING:
 
 #: why a ready result may be dropped, and another process may commit it all the same
 LEFT_BEHIND = (Reason.SESSION_CLOSED, Reason.SHUTDOWN, Reason.EVICTED, Reason.BRANCH_DIVERGED)
-
-
-class ForegroundCall:
-    """A model call that the caller makes itself: tell us of its first token, and of what it cost."""
-
-    def __init__(self, first_token: Callable[[], None]) -> None:
-        self._first_token = first_token
-        self.usage: Usage | None = None
-
-    def first_token(self) -> None:
-        """The first token came: background prefill still waits, background decode may go on."""
-        self._first_token()
-
-    def report(self, usage: Usage) -> None:
-        """What the server said that it cost: for ``session.outcomes()``."""
-        self.usage = usage
 
 
 @final
@@ -103,6 +87,7 @@ class Session:
         self._first_commit = True
         self._conversation = Conversation(runtime, session_id, tenant, policy, codec, getattr(engine, "rates", None))
         self._serving = Serving(runtime, self)
+        self._calls = Calls(runtime, self._conversation, self._serving, self._lock)
         self._archive = Archive(runtime, self)
         self._launcher = Launcher(runtime, self, self._serving, self._archive)
         blocks = policy.transform
@@ -310,32 +295,8 @@ class Session:
     @asynccontextmanager
     async def foreground(self) -> AsyncGenerator[ForegroundCall]:
         """Tell us of a model call that you make yourself, so that background work keeps out of its way."""
-        who, started = object(), self._runtime.now()
-        first: list[float] = []
-
-        def first_token() -> None:
-            first.append(self._runtime.now() - started)
-            self._serving.first_token(who, self._token)
-            if len(first) == 1 and self._runtime.events.heard:
-                receipt = self._conversation.outcomes.rewrite(mark)
-                waited = 0.0 if receipt is None else receipt.waited_s
-                self._conversation.emit("ttft", ttft_s=first[0], rewritten=receipt is not None, waited_s=waited)
-
-        call = ForegroundCall(first_token)
-        with self._lock:
-            mark = self._conversation.outcomes.began()
-        self._serving.begin(who)
-        try:
+        with self._calls.watched(self._token) as call:
             yield call
-            if first:
-                self._serving.answered(who, first[0], call.usage)
-            seen = ForegroundSeen(
-                ttft_s=first[0] if first else None, total_s=self._runtime.now() - started, usage=call.usage
-            )
-            with self._lock:
-                self._conversation.outcomes.ended(mark, seen)
-        finally:
-            self._serving.end(who)
 
     # -- life ------------------------------------------------------------------------------------------------
 

@@ -26,12 +26,13 @@ from uuid import UUID
 from ag2.events import BaseEvent, ModelMessageChunk, UsageEvent
 from ag2.events.types import Usage as StreamUsage
 
+from smoothctx.calls import ForegroundCall
 from smoothctx.errors import ClosedError, ConfigurationError
 from smoothctx.handle import LookaheadHandle
 from smoothctx.lines import Lines
 from smoothctx.policy import Policy
 from smoothctx.runtime import Runtime
-from smoothctx.session import ForegroundCall, Session
+from smoothctx.session import Session
 from smoothctx.states import Reason
 
 from .ag2_events import EventMessage, EventMessages, read, weave

@@ -1,0 +1,72 @@
+"""Calls: what a session learns of a model call that its caller makes itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from .conversation import Conversation
+from .outcomes import ForegroundSeen
+from .serving import Serving
+from .usage import Usage
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class ForegroundCall:
+    """A model call that the caller makes itself: tell us of its first token, and of what it cost."""
+
+    def __init__(self, first_token: Callable[[], None]) -> None:
+        self._first_token = first_token
+        self.usage: Usage | None = None
+
+    def first_token(self) -> None:
+        """The first token came: background prefill still waits, background decode may go on."""
+        self._first_token()
+
+    def report(self, usage: Usage) -> None:
+        """What the server said that it cost: for ``session.outcomes()``."""
+        self.usage = usage
+
+
+class Calls:
+    """The foreground calls of one session. ``lock`` is the session's."""
+
+    def __init__(self, runtime: Runtime, conversation: Conversation, serving: Serving, lock: threading.RLock) -> None:
+        self._runtime = runtime
+        self._conversation = conversation
+        self._serving = serving
+        self._lock = lock
+
+    @contextmanager
+    def watched(self, turn: object) -> Iterator[ForegroundCall]:
+        """A call in this turn is under way. One that ended well is kept beside the commits around it."""
+        who, started = object(), self._runtime.now()
+        first: list[float] = []
+
+        def first_token() -> None:
+            first.append(self._runtime.now() - started)
+            self._serving.first_token(who, turn)
+            if len(first) == 1 and self._runtime.events.heard:
+                receipt = self._conversation.outcomes.rewrite(mark)
+                waited = 0.0 if receipt is None else receipt.waited_s
+                self._conversation.emit("ttft", ttft_s=first[0], rewritten=receipt is not None, waited_s=waited)
+
+        call = ForegroundCall(first_token)
+        with self._lock:
+            mark = self._conversation.outcomes.began()
+        self._serving.begin(who)
+        try:
+            yield call
+            if first:
+                self._serving.answered(who, first[0], call.usage)
+            seen = ForegroundSeen(
+                ttft_s=first[0] if first else None, total_s=self._runtime.now() - started, usage=call.usage
+            )
+            with self._lock:
+                self._conversation.outcomes.ended(mark, seen)
+        finally:
+            self._serving.end(who)
