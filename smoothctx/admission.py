@@ -23,14 +23,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
 import anyio
 
 from .endpoints import Endpoints
 from .events import EventSink
-from .foreground import Seen
+from .foreground import Foreground, Seen
 from .work import DEFER_S, MAX_DEFER_S, MIN_DEFER_S, Work
 
 #: seconds that a load counts as known, and that asking for it may take
@@ -200,10 +200,25 @@ class LoadAdmission:
             self._say(work, decision, situation)
         return "skip" if decision.answer == "skip" else ("defer", decision.defer_s)
 
+    async def pressed(self, engine: Any, foreground: Foreground) -> Why:
+        """Why nothing more is to be preloaded there now: it is overloaded by its own word; ``""`` where it is not."""
+        now = self._here(engine, foreground, await self._load(engine))
+        return _overloaded(now) if now.own and now.others > 0 else ""
+
     def _situation(self, work: Work, load: Any) -> Situation:
-        now, engine = self._clock(), work.engine
-        known, told = getattr(engine, "capabilities", None), self._told.get(work)
-        seen = work.foreground.seen() if work.foreground is not None else Seen()
+        now, told = self._clock(), self._told.get(work)
+        return replace(
+            self._here(work.engine, work.foreground, load),
+            deferred_s=0.0 if told is None else now - told.since,
+            max_defer_s=self._max_defer_s,
+            due_in_s=None if work.due is None else work.due - now,
+            work_s=work.usual_s,
+            promoted=work.promoted,
+        )
+
+    def _here(self, engine: Any, foreground: Foreground | None, load: Any) -> Situation:
+        known = getattr(engine, "capabilities", None)
+        seen = foreground.seen() if foreground is not None else Seen()
         slots = getattr(known, "slots", 0)
         return Situation(
             seen=seen,
@@ -214,11 +229,6 @@ class LoadAdmission:
             ours=max(seen.working, self._endpoints.in_flight(engine)),
             capacity=slots if isinstance(slots, int) and slots > 0 else None,
             rests_s=self._endpoints.rests(engine),
-            deferred_s=0.0 if told is None else now - told.since,
-            max_defer_s=self._max_defer_s,
-            due_in_s=None if work.due is None else work.due - now,
-            work_s=work.usual_s,
-            promoted=work.promoted,
         )
 
     async def _load(self, engine: Any) -> Any:

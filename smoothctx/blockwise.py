@@ -305,7 +305,7 @@ class Blockwise:
         weighed = branch.weigh(artifacts, messages)
         if at_limit:
             return chosen if weighed.saved > 0 else []
-        warm = artifacts[-1].warm
+        warm = self._serving.warm(artifacts[-1], messages)
         bills = weighed.saved < weighed.rebilled and not warm and policy.lag is None
         if weighed.saved <= 0 or weighed.saved < policy.least_savings * branch.tokens or bills:
             return []  # promise 9
@@ -388,7 +388,7 @@ class Blockwise:
                 self._merging = None
                 for part in self.handles:
                     if plan_.start <= part.run.start and part.run.end <= plan_.end:
-                        part.flight.accounted = True  # what it cost is in the merged one
+                        self._add_cost(part, handle)
                         drop(part, Reason.SUPERSEDED)
                 self._handles.append(handle)
             return
@@ -397,6 +397,13 @@ class Blockwise:
             self._note_digests(digests, MAX_ATTEMPTS)
         elif reason in (Reason.FAILED, Reason.TIMEOUT, Reason.INVALID_OUTPUT) and handle.flight.started_at is not None:
             self._note_digests(digests, self._failed.get(digests, (0, 0.0))[0] + 1)
+
+    def _add_cost(self, part: LookaheadHandle, merged: LookaheadHandle) -> None:
+        """What the merged summary was made of has cost something too; unless it is another session's as well."""
+        flight = part.flight
+        if flight.ended and not flight.accounted and all(other is part for other in flight.handles):
+            flight.accounted = True
+            merged.flight.usage += flight.usage
 
     def give_up(self, handle: LookaheadHandle) -> None:
         """Its block stays raw for a while."""

@@ -11,6 +11,7 @@ from .blockwise import Blockwise
 from .choice import choose, losers
 from .conversation import Conversation
 from .cuts import plan, shown_tokens
+from .economics import Expected
 from .errors import HandleNotReady, StaleHandle
 from .follow import Following
 from .handle import LookaheadHandle
@@ -148,14 +149,22 @@ class Boundary:
         if usual is None or remaining is None:
             return max_wait if away < max_wait else 0.0
         if (away + usual if away else remaining) > max_wait:
-            return 0.0
+            return min(max_wait, LEAST_WAIT_S) if flight.usable else 0.0
         if away:
             return min(max_wait, away + max(LEAST_WAIT_S, WAIT_MARGIN * usual))
         spent = usual - remaining  # of the usual time: one that is overdue gets as much again as the margin allows
         return min(max_wait, max(LEAST_WAIT_S, WAIT_MARGIN * usual - spent))
 
-    def apply(self, handle: LookaheadHandle, messages: Sequence[Any], *, how: str, waited: float) -> None:
-        """Make a result part of the view."""
+    def apply(
+        self,
+        handle: LookaheadHandle,
+        messages: Sequence[Any],
+        *,
+        how: str,
+        waited: float,
+        expected: Expected | None = None,
+    ) -> None:
+        """Make a result part of the view. ``expected``: of all that goes in with it, where that is more than this."""
         conversation, branch = self._conversation, self._conversation.branch
         artifact, whole = handle.artifact, handle.flight.artifact
         assert artifact is not None and whole is not None
@@ -163,14 +172,15 @@ class Boundary:
             receipt = next((r for r in reversed(conversation.receipts) if r.key == artifact.key), None)
             self._handles.committed(handle, receipt, how=how, saved=0)
             return
-        before, expected = branch.tokens, verdict.of_commit(conversation, [artifact], messages)
+        before, expected = branch.tokens, expected or verdict.of_commit(conversation, [artifact], messages)
         branch.apply(artifact, messages)
         self._outgrown = False
         self._keep_pace(handle)
         self._shelf.commit(artifact)
         handle.move(HandleState.COMMITTED)
         self._serving.committed(artifact)
-        if artifact is not whole:
+        other = artifact.key != whole.key  # a candidate, or with a note of pins
+        if other:
             self._launcher.save(artifact)  # another process commits what was chosen here
             if not (handle.flight.accounted or handle.flight.from_store):
                 conversation.runtime.tally.wasted(losers(whole, artifact, handle.flight.usage))
@@ -179,12 +189,12 @@ class Boundary:
         if self._judging is not None:
             self._judging.committed(handle)
         self._handles.committed(handle, receipt, how=how, saved=before - branch.tokens)
-        if artifact is not whole and not artifact.warm:  # another one was preloaded
+        if other and not artifact.warm:  # another one was preloaded
             self._serving.discarded(*handle.flight.keys)
 
-    def _choose(self, handle: LookaheadHandle, messages: Sequence[Any]) -> Artifact | None:
+    def _choose(self, handle: LookaheadHandle, messages: Sequence[Any], *, warm: bool | None = None) -> Artifact | None:
         """The handle's result, with what was pinned since; of several candidates the one that fits what has happened
-        since."""
+        since. ``warm``: is its view, now; ``None`` to find out."""
         flight = handle.flight
         whole = flight.artifact
         if handle.state in FINAL or whole is None or flight.plan.opening:
@@ -192,9 +202,11 @@ class Boundary:
         artifact = whole
         if whole.alternatives:
             artifact = choose(self._conversation, whole, handle, messages)
-            artifact = replace(artifact, warm=whole.warm and self._serving.preloaded(artifact))
         known = () if flight.from_store else flight.plan.request.pins
         artifact = self._launcher.local.with_pins(artifact, messages, known) or artifact
+        warm = self._serving.warm(artifact, messages) if warm is None else warm
+        if artifact.warm != warm:
+            artifact = replace(artifact, warm=warm)
         handle.chosen = None if artifact is whole else artifact
         return artifact
 
@@ -263,10 +275,16 @@ class Boundary:
         if self._blockwise is not None:
             accepts = None if self._judging is None or at_limit else self._judging.accepts
             chosen = self._blockwise.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
+            last = chosen[-1].flight.artifact if chosen else None  # the view that was preloaded is that of all of them
+            warm = last is not None and self._serving.warm(last, messages)
+            for handle in chosen:
+                self._choose(handle, messages, warm=warm)
             if at_limit or self._blocks_pay(chosen, messages):
+                artifacts = [a for a in (h.artifact for h in chosen) if a is not None]
+                expected = verdict.of_commit(self._conversation, artifacts, messages)
                 for handle in chosen:
-                    self._choose(handle, messages)
-                    self.apply(handle, messages, how=how, waited=waited)
+                    self._choose(handle, messages, warm=warm)
+                    self.apply(handle, messages, how=how, waited=waited, expected=expected)
             handles = self._handles.explicit[:]
         for handle in handles:
             artifact = self._choose(handle, messages)

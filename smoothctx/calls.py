@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .conversation import Conversation
+from .engines.wire import read_usage
 from .outcomes import ForegroundSeen
 from .serving import Serving
 from .usage import Usage
@@ -19,17 +20,31 @@ if TYPE_CHECKING:
 class ForegroundCall:
     """A model call that the caller makes itself: tell us of its first token, and of what it cost."""
 
-    def __init__(self, first_token: Callable[[], None]) -> None:
+    def __init__(self, first_token: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         self._first_token = first_token
+        self._failed = failed
         self.usage: Usage | None = None
 
     def first_token(self) -> None:
         """The first token came: background prefill still waits, background decode may go on."""
         self._first_token()
 
-    def report(self, usage: Usage) -> None:
-        """What the server said that it cost: for ``session.outcomes()``."""
-        self.usage = usage
+    def report(self, usage: object) -> None:
+        """What the server said that it cost: for ``session.outcomes()``.
+
+        A ``Usage``, or the ``response.usage`` of an OpenAI-compatible client, as an object or a mapping; ``None``
+        (the server reported none) says nothing. What cannot be read is an event: no call fails by it.
+        """
+        if isinstance(usage, Usage):
+            self.usage = usage
+        elif usage is not None:
+            try:
+                read = read_usage(usage)
+                if not read.total_tokens:
+                    raise TypeError(f"usage: expected a Usage or an OpenAI-style usage, got {type(usage).__name__}")
+                self.usage = read
+            except Exception as error:
+                self._failed(error)
 
 
 class Calls:
@@ -55,18 +70,24 @@ class Calls:
                 waited = 0.0 if receipt is None else receipt.waited_s
                 self._conversation.emit("ttft", ttft_s=first[0], rewritten=receipt is not None, waited_s=waited)
 
-        call = ForegroundCall(first_token)
+        call = ForegroundCall(first_token, lambda error: self._conversation.error(error, "foreground.report"))
         with self._lock:
             mark = self._conversation.outcomes.began()
         self._serving.begin(who)
         try:
             yield call
-            if first:
-                self._serving.answered(who, first[0], call.usage)
             seen = ForegroundSeen(
                 ttft_s=first[0] if first else None, total_s=self._runtime.now() - started, usage=call.usage
             )
-            with self._lock:
-                self._conversation.outcomes.ended(mark, seen)
+            try:
+                if first:
+                    self._serving.answered(who, first[0], call.usage)
+                with self._lock:
+                    self._conversation.outcomes.ended(mark, seen)
+            except Exception as error:  # what is written down of a call never fails it
+                self._conversation.error(error, "foreground")
+        except BaseException:  # the call failed or was cancelled: until it is tried again no turn is due
+            self._serving.end(turn)
+            raise
         finally:
             self._serving.end(who)

@@ -8,6 +8,7 @@ the published inequality that remains of it under fixed assumptions.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,9 +35,9 @@ class Speed:
     attention_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _number("prefill_tokens_per_s", self.prefill_tokens_per_s, above=True, infinite=True)
-        _number("decode_tokens_per_s", self.decode_tokens_per_s, above=True, infinite=True)
-        _number("attention_s", self.attention_s)
+        check_number("prefill_tokens_per_s", self.prefill_tokens_per_s, above=True, infinite=True)
+        check_number("decode_tokens_per_s", self.decode_tokens_per_s, above=True, infinite=True)
+        check_number("attention_s", self.attention_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         for name in ("input", "cached_input", "output"):
-            _number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +103,12 @@ def latency_bound(
     Raises:
         ConfigurationError: naming option, value and what is allowed.
     """
-    summary = _number("summary_tokens", summary_tokens)
-    full = _number("full_tokens", full_tokens, above=True)
-    decoded = _number("decoded_tokens", decoded_tokens)
-    work = _number("prefill_flops_per_token", prefill_flops_per_token, above=True)
-    kv = _number("kv_bytes_per_token", kv_bytes_per_token, above=True)
-    intensity = _number("flops_per_byte", flops_per_byte, above=True)
+    summary = check_number("summary_tokens", summary_tokens)
+    full = check_number("full_tokens", full_tokens, above=True)
+    decoded = check_number("decoded_tokens", decoded_tokens)
+    work = check_number("prefill_flops_per_token", prefill_flops_per_token, above=True)
+    kv = check_number("kv_bytes_per_token", kv_bytes_per_token, above=True)
+    intensity = check_number("flops_per_byte", flops_per_byte, above=True)
     saved = decoded * kv * intensity
     return LatencyBound(ratio=summary / full, bound=1 / (1 + work / saved) if saved > 0 else 0.0)
 
@@ -176,16 +177,16 @@ def expect(
     """
     if not isinstance(rates, Speed | Prices):
         raise ConfigurationError(f"rates={rates!r}: expected Speed(...) for seconds or Prices(...) for money")
-    turns = _number("turns", turns)
-    before = _number("before_tokens", before_tokens)
-    after = _number("after_tokens", after_tokens)
-    uncached = after if uncached_tokens is None else _number("uncached_tokens", uncached_tokens, most=after)
-    output = _number("output_tokens", output_tokens)
-    share = _number("cached_share", cached_share, most=1.0)
-    asked = _number("summary_input_tokens", summary_input_tokens)
-    known = _number("summary_cached_tokens", summary_cached_tokens, most=asked)
-    written = _number("summary_output_tokens", summary_output_tokens)
-    hidden = _number("hidden", hidden, most=1.0)
+    turns = check_number("turns", turns)
+    before = check_number("before_tokens", before_tokens)
+    after = check_number("after_tokens", after_tokens)
+    uncached = after if uncached_tokens is None else check_number("uncached_tokens", uncached_tokens, most=after)
+    output = check_number("output_tokens", output_tokens)
+    share = check_number("cached_share", cached_share, most=1.0)
+    asked = check_number("summary_input_tokens", summary_input_tokens)
+    known = check_number("summary_cached_tokens", summary_cached_tokens, most=asked)
+    written = check_number("summary_output_tokens", summary_output_tokens)
+    hidden = check_number("hidden", hidden, most=1.0)
     if isinstance(rates, Speed):
         prefill, decode = 1 / rates.prefill_tokens_per_s, 1 / rates.decode_tokens_per_s
         held = (1 - share) * prefill + output * rates.attention_s
@@ -198,14 +199,20 @@ def expect(
     return Expected(gain=turns * (before - after) * held, cost=(lost + summary) / PER_TOKENS, unit="money")
 
 
-def _number(
+def check_number(
     option: str, value: float, *, above: bool = False, most: float | None = None, infinite: bool = False
 ) -> float:
-    """``value`` as a float of at least 0 (above 0 with ``above``, at most ``most``)."""
+    """``value`` as a float of at least 0: above 0 with ``above``, at most ``most``, infinite with ``infinite`` alone.
+
+    Raises:
+        ConfigurationError: naming option, value and what is allowed.
+    """
     low = "above 0" if above else "of at least 0"
     allowed = f"a {'' if infinite else 'finite '}number {low}" + (f" and at most {most:g}" if most is not None else "")
     right = isinstance(value, int | float) and not isinstance(value, bool)
-    right = right and value >= 0 and (value > 0 or not above) and (math.isfinite(value) or (infinite and value > 0))
+    # a whole number may be too large for a float
+    right = right and (0 <= value <= sys.float_info.max or (infinite and value == math.inf))
+    right = right and (value > 0 or not above)
     if not right or (most is not None and value > most):
         raise ConfigurationError(f"{option}={value!r}: expected {allowed}")
     return float(value)

@@ -12,6 +12,7 @@ up to what was configured. While a server has asked us to stay away (``Retry-Aft
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -23,6 +24,7 @@ from typing import Any
 
 from .errors import EngineOverloaded, TransformError
 from .foreground import Foreground
+from .retry import retry_after
 
 #: seconds: a call waits that long at most for an endpoint that asked us to stay away; no such wish counts for longer
 REST_WAIT_S, MAX_REST_S = 60.0, 3600.0
@@ -49,8 +51,8 @@ def overload(error: BaseException) -> float | None:
     asked: Any = getattr(error, "retry_after_s", None)
     if asked is None:
         try:
-            asked = float(error.response.headers.get("retry-after"))  # type: ignore[attr-defined]
-        except (AttributeError, TypeError, ValueError):
+            asked = retry_after(error.response.headers)  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
             return 0.0
     known = isinstance(asked, int | float) and 0 < asked < math.inf
     return min(MAX_REST_S, float(asked)) if known else 0.0
@@ -58,6 +60,13 @@ def overload(error: BaseException) -> float | None:
 
 def _never() -> bool:
     return False
+
+
+def _key(model: Any, identity: str | None) -> Hashable:
+    """What names a model's endpoint. A bound method is a new object at each look: what stays is whose it is."""
+    if identity is not None:
+        return identity
+    return (id(model.__self__), id(model.__func__)) if inspect.ismethod(model) else id(model)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +142,10 @@ class Endpoint:
                 self._limit = min(self.ceiling, self._limit + 1 / self._limit)
         finally:
             self._leave(tenant, session)
+
+    def cut(self, rest_s: float = 0.0) -> None:
+        """A call that took no place here was told that the server is overloaded."""
+        self._cut(asyncio.get_running_loop().time(), rest_s)
 
     def _cut(self, began: float, rest_s: float = 0.0) -> None:
         """Half as many from now on; what was in flight then already says nothing more."""
@@ -245,8 +258,20 @@ class Endpoints:
         lane = self._lane(model, identity or getattr(model, "identity", None))
         return 0.0 if lane is None else lane.rests_s
 
+    def overloaded(self, model: Any, error: BaseException) -> bool:
+        """Did this error of a call outside the lane say that the model's server is overloaded? The lane then serves
+        less, and rests as the server asked. On the runtime's loop."""
+        asked = overload(error)
+        if asked is None:
+            return False
+        key = _key(model, getattr(model, "identity", None))
+        lane = self._lanes.get(key) or self._new(model, key)
+        lane.cut(asked)
+        self._tidy(key, lane)
+        return True
+
     def _lane(self, model: Any, identity: str | None) -> Endpoint | None:
-        return self._lanes.get(id(model) if identity is None else identity)
+        return self._lanes.get(_key(model, identity))
 
     def _new(self, model: Any, key: Hashable) -> Endpoint:
         own = getattr(model, "max_in_flight", None)
@@ -260,7 +285,7 @@ class Endpoints:
                     lanes.pop(key, None)
 
             try:
-                lane.model = weakref.ref(model, gone)
+                lane.model = weakref.ref(model.__self__ if inspect.ismethod(model) else model, gone)
             except TypeError:  # it cannot be held weakly: nothing is remembered of it
                 pass
         return lane
@@ -275,7 +300,8 @@ class Endpoints:
         urgent: Callable[[], bool],
         slower: Callable[[], bool] = _never,
     ) -> AsyncGenerator[None]:
-        """A place for one call to this model. Without an identity the object itself is the endpoint.
+        """A place for one call to this model. Without an identity the object itself is the endpoint; of a method, the
+        object that it belongs to and the method.
 
         ``slower()``: the foreground's first tokens come late. It counts on hosted APIs; on servers of one's own
         admission sees to it.
@@ -283,7 +309,7 @@ class Endpoints:
         Raises:
             EndpointFull: too many wait already, or it rests for long.
         """
-        key: Hashable = identity if identity is not None else id(model)
+        key = _key(model, identity)
         lane = self._lanes.get(key) or self._new(model, key)
         known = getattr(model, "capabilities", None)
         hosted = known is None or known.flavour == "hosted"
@@ -310,6 +336,7 @@ class Caller:
     """For whom a transform's model calls are made.
 
     ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb. ``calls``: those in flight.
+    ``usable``: there is something that a turn could use, while they go on for something better.
     """
 
     endpoints: Endpoints
@@ -318,6 +345,7 @@ class Caller:
     urgent: Callable[[], bool]
     foreground: Foreground | None
     calls: int = 0
+    usable: bool = False
 
     def slower(self) -> bool:
         """Do the foreground's first tokens come late?"""

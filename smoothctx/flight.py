@@ -199,6 +199,11 @@ class Flight:
         return self.caller is not None and self.caller.calls > 0
 
     @property
+    def usable(self) -> bool:
+        """Could a turn have some result of it at once?"""
+        return self.caller is not None and self.caller.usable
+
+    @property
     def paused_s(self) -> float:
         """Seconds until it is tried again; 0 where it does not wait for that."""
         resumes_at = None if self.work is None else self.work.resumes_at

@@ -116,7 +116,7 @@ class Flights:
     def wasted(self, flight: Flight, reason: Reason) -> None:
         """Tokens that were spent on a result nobody uses, counted once per flight."""
         with self._lock:
-            if flight.accounted or flight.from_store:
+            if flight.accounted:
                 return
             flight.accounted = True
         self._tally.wasted(flight.usage)

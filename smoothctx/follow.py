@@ -53,7 +53,8 @@ class Following:
         elif len(branch.history) > change.previous:
             # A branch that comes back grows into it, or past the question that an earlier commit would have swallowed.
             asked = branch.history.last_user >= change.previous
-            self._shelf.salvage(messages, branch.tokens, beyond=-1 if asked else change.previous - 1)
+            anew = asked or conversation.policy.lag is not None  # or far enough behind it by now
+            self._shelf.salvage(messages, branch.tokens, beyond=-1 if anew else change.previous - 1)
         return change
 
     def sent(self, messages: Sequence[Any]) -> list[Any]:
@@ -61,6 +62,7 @@ class Following:
         branch = self._conversation.branch
         view = branch.project(messages)
         branch.sent = len(branch.history)
+        self._conversation.outcomes.sent()
         self._base = branch.frozen() if branch.edits else None
         self._archive.sent(messages, bool(branch.edits))
         return view

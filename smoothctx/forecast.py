@@ -26,7 +26,7 @@ class Average:
 class Forecast:
     """What a session has seen of itself. Times in seconds of the runtime's clock, sizes in tokens."""
 
-    __slots__ = ("_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work", "write")
+    __slots__ = ("_asked", "_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work", "write")
 
     def __init__(self) -> None:
         self.growth = Average()  # tokens per turn
@@ -37,6 +37,7 @@ class Forecast:
         self._boundary_at: float | None = None
         self._boundary_tokens = 0
         self._idle_since: float | None = None
+        self._asked = False  # a model was, for one of those in ``work`` and ``write``
 
     def boundary(self, now: float, tokens: int) -> None:
         """A turn begins. ``tokens`` were added until now, in all: as they were shown when they came."""
@@ -51,6 +52,17 @@ class Forecast:
     def rested(self, now: float) -> None:
         """The turn's reply is there: idle time begins."""
         self._idle_since = now
+
+    def landed(self, work: float, write: float, *, asked: bool) -> None:
+        """A lookahead of the policy's transform has a result. ``asked``: a model was for it.
+
+        Results that came without a model say nothing about those that need one.
+        """
+        if asked and not self._asked:
+            self._asked, self.work, self.write = True, Average(), Average()
+        if asked or not self._asked:
+            self.work.add(work)
+            self.write.add(write)
 
     def turns_left(self, tokens: int, limit: int | None) -> float | None:
         """Turns until a view of ``tokens`` grows over ``limit``; ``None`` while unknown."""

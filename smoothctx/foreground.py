@@ -24,6 +24,8 @@ T = TypeVar("T")
 GROWTH, GROWTH_S = 1.5, 0.1
 #: requests of preloads that an engine gets at once
 WARMING = 2
+#: seconds between two looks at leases that are about to run out, at least
+LEAST_LOOK_S = 0.01
 
 
 @dataclass(slots=True)
@@ -224,15 +226,25 @@ class Foreground:
         with self._lock:
             self._waiters = [w for w in self._waiters if w is not waiter]
 
+    def _until_lapse(self) -> float:
+        """Seconds until the next lease runs out: nobody tells those who wait of that."""
+        with self._lock:
+            known = len(self._open)
+            live = self._live()
+            if len(live) < known:  # just now
+                return 0.0
+            first = min((o.since for o in live), default=self._clock())
+            return max(LEAST_LOOK_S, first + self._lease_s - self._clock())
+
     async def wait_until(self, allowed: Callable[[], bool]) -> None:
-        """Return once ``allowed()`` holds; it is asked again whenever the foreground changes."""
+        """Return once ``allowed()`` holds; it is asked again whenever the foreground changes, or a lease runs out."""
         event = asyncio.Event()
         waiter = (asyncio.get_running_loop(), event.set)
         with self._lock:
             self._waiters.append(waiter)  # before the first look: no change from another thread is missed
         try:
             while not allowed():
-                with anyio.move_on_after(self._lease_s):
+                with anyio.move_on_after(self._until_lapse()):
                     await event.wait()
                 event.clear()
         finally:

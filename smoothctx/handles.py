@@ -95,12 +95,12 @@ class Handles:
             handle=handle.id,
             transform=handle.transform.name,
             tokens=flight.artifact.tokens,
-            warm=flight.artifact.warm,
+            warm=flight.artifact.warm and (flight.plan.opening or self._serving.preloaded(*flight.keys)),
             cached_share=flight.usage.cached_share,
         )
-        if flight.started_at is not None:
-            self._conversation.forecast.work.add(flight.busy_s)
-            self._conversation.forecast.write.add(flight.write_s)
+        if flight.started_at is not None and not flight.from_store and self._of_policy(handle):
+            asked = flight.usage.calls > 0
+            self._conversation.forecast.landed(flight.busy_s, flight.write_s, asked=asked)
         if handle in self.finishing:
             self.drop(handle, Reason.BRANCH_DIVERGED)  # its artifact is held in case the branch comes back
         elif self._blockwise is not None and self._blockwise.holds(handle):
@@ -130,6 +130,12 @@ class Handles:
         self.live = None
         self.explicit.clear()
         self.finishing.clear()
+
+    def _of_policy(self, handle: LookaheadHandle) -> bool:
+        """Is it the policy's own transform, which turns wait for? Openings and others say nothing about how long
+        that takes."""
+        own, other = self._conversation.policy.transform, handle.transform
+        return other is own or (own.fingerprint is not None and other.fingerprint == own.fingerprint)
 
     def _forget(self, handle: LookaheadHandle) -> None:
         if self.live is handle:

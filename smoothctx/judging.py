@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -45,6 +46,14 @@ class Case:
     waived: bool = False
     #: boundaries at which it was held back
     held: int = 0
+    #: ends the judge's call, while there is one
+    stop: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Nobody needs the verdict any more."""
+        stop, self.stop = self.stop, None
+        if stop is not None:
+            stop()
 
 
 @final
@@ -85,7 +94,8 @@ class Judging:
 
         ``chosen``: this boundary has chosen among its candidates. Before that nobody knows what would be committed.
         """
-        self._cases = {h: c for h, c in self._cases.items() if h.state not in FINAL}
+        for handle in [h for h in self._cases if h.state in FINAL]:
+            self.dropped(handle)
         live = None if self._blockwise is not None else self._handles.lookahead  # blocks wait for their trigger
         if live is None or live.state is not HandleState.READY or live.artifact is None:
             return
@@ -108,9 +118,15 @@ class Judging:
         case.held += 1
         return False
 
+    def dropped(self, handle: LookaheadHandle) -> None:
+        """Nobody uses it."""
+        if (case := self._cases.pop(handle, None)) is not None:
+            case.close()
+
     def committed(self, handle: LookaheadHandle) -> None:
         """It is in use now."""
-        case = self._cases.pop(handle, None)
+        case = self._cases.get(handle)
+        self.dropped(handle)
         self._missed.pop(handle.flight.plan.start_digest, None)
         told = handle.explicit or handle in self._broken
         artifact = handle.artifact
@@ -138,6 +154,7 @@ class Judging:
         case = self._cases.get(handle)
         if case is None or case.key != artifact.key:
             held = 0 if case is None else case.held
+            self.dropped(handle)
             case = self._cases[handle] = self._open(handle, artifact, messages)
             case.held = held
         history = self._conversation.branch.history
@@ -188,18 +205,28 @@ class Judging:
         )
 
         async def run() -> None:
-            if case.handle.state in FINAL:
-                return
+            loop = asyncio.get_running_loop()
+            verdict: Verdict | None = None
             try:
-                with anyio.fail_after(self._judge.timeout_s):
+                with anyio.fail_after(self._judge.timeout_s) as scope:
+                    with self._lock:
+                        if case.handle.state in FINAL:
+                            return
+
+                        def stop() -> None:
+                            if not loop.is_closed():
+                                loop.call_soon_threadsafe(scope.cancel)
+
+                        case.stop = stop
                     verdict = await self._judge.ask(judged, codec, lambda usage: self._spent(case, usage))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 with self._lock:
                     self._waive(case, why)
-                return
             with self._lock:
-                self._decided(case, verdict)
+                case.stop = None
+                if verdict is not None:
+                    self._decided(case, verdict)
 
         def never() -> None:
             with self._lock:
@@ -221,7 +248,6 @@ class Judging:
         before there is more to rewrite."""
         handle, plan = case.handle, case.handle.flight.plan
         self._say(case, verdict)
-        del self._cases[handle]
         if plan.request.missed is not None:
             self._missed.pop(plan.start_digest, None)
             if self._blockwise is not None:
@@ -249,7 +275,12 @@ class Judging:
         )
 
     def _spent(self, case: Case, usage: Usage) -> None:
-        """What the judge costs is part of what its result cost."""
-        case.handle.flight.usage = case.handle.flight.usage + usage
-        self._conversation.runtime.tally.spent(usage)
+        """What the judge costs is part of what its result cost, as long as that is not settled."""
+        tally = self._conversation.runtime.tally
+        with self._lock:
+            if case.handle.state in FINAL:
+                tally.wasted(usage)
+            else:
+                case.handle.flight.usage = case.handle.flight.usage + usage
+            tally.spent(usage)
         self._conversation.emit("usage", transform="judge", usage=usage)

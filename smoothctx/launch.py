@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,8 +20,10 @@ from .handle import LookaheadHandle
 from .local import LocalRewrites, offload_of
 from .serving import Serving
 from .states import HandleState
+from .tokens import count_text
 from .transforms import named_transforms
 from .transforms.base import Transform, fingerprint
+from .transforms.facts import message_pins
 from .transforms.isolate import Isolate
 from .transforms.offload import retrieve
 from .transforms.speculate import check_future
@@ -163,7 +166,7 @@ class Launcher:
         if held is not None:  # made earlier, for this very prefix: nothing to do again
             plan = self._plan(key, messages, transform, run, opening, cap, readable)
             done = Flight(plan=plan, tenant=session.tenant, store=None, executor=runtime.executor, clock=runtime.now)
-            done.artifact, done.ended, done.from_store = held, True, True
+            done.artifact, done.ended, done.from_store = replace(held, warm=False), True, True
             handle = LookaheadHandle(session, transform, run, done, explicit=explicit)
             runtime.flights.started(handle)
             handle.move(HandleState.READY)
@@ -184,10 +187,8 @@ class Launcher:
                 save=None if opening else self.save,
                 **burden,
             )
-            if self._serving.preloads(preload_kv) and opening:
-                flight.preload = lambda artifact, own=flight: self._serving.preload_opening(own)
-            elif self._serving.preloads(preload_kv):
-                flight.preload = lambda artifact, own=flight: self._serving.preload(own, artifact)
+            if self._serving.preloads(preload_kv):
+                flight.preload = lambda artifact, own=flight: self._serving.warm_up(own, artifact, preload_kv)
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._serving.follow(messages)
@@ -209,13 +210,16 @@ class Launcher:
         history = branch.history
         source = getattr(transform, "source", "view")
         edits = () if source != "view" else branch.readable if readable is None else readable
+        # What the run costs the view now, whatever the transform reads.
+        spent = source_tokens(history, branch.edits if cap is None else edits, run)
+        pins = session.pins if cap is None else self.local.block_pins(run, messages, spent)
         pieces, request = request_for(
             messages,
             run,
             codec,
             edits=edits,
             before=branch.edits,
-            pins=session.pins,
+            pins=pins,
             live_tasks=session.tasks,
             deadline=runtime.now() + policy.timeout,
             tenant=session.tenant,
@@ -226,8 +230,7 @@ class Launcher:
             missed=session.missed(history.chain[run.start]),
             options=self._serving.aligned(transform),
         )
-        # What the run costs the view now, whatever the transform reads.
-        spent = source_tokens(history, branch.edits if cap is None else edits, run)
+        carried = {*pins, *message_pins(request.messages, codec)}  # they stay in any case
         shown_tokens = history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits)
         return Plan(
             key=key,
@@ -241,7 +244,7 @@ class Launcher:
             start_digest=history.chain[run.start],
             end_digest=history.chain[run.end],
             source_tokens=spent,
-            view_tokens=shown_tokens if cap is None else spent,
+            view_tokens=shown_tokens if cap is None else max(0, spent - sum(map(count_text, carried))),
             min_savings=policy.least_savings,
             validators=(*default_validators(), *policy.validators),
             count=history.count,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from .codec import Codec
 from .cuts import Run
+from .tokens import count_text
 from .transforms.base import Transform, fingerprint
 from .transforms.facts import message_pins
 from .transforms.offload import Offload, offload_results
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: tokens of an offloaded entry's preview
 PREVIEW_TOKENS = 64
+#: the part of a block, as one in so many, that pins may take of its summary which stand nowhere in it
+PINS_PART = 4
 
 
 def offload_of(transform: Transform) -> Offload | None:
@@ -79,6 +82,22 @@ class LocalRewrites:
             warm=False,
             alternatives=(),
         )
+
+    def block_pins(self, run: Run, messages: Sequence[Any], tokens: int) -> tuple[str, ...]:
+        """The pins that the summary of this block has to carry: those that stand in it; the first block's also those
+        that stand nowhere, as far as they are no more than a part of its ``tokens``. What else is lost comes as a
+        note."""
+        session = self._session
+        history, codec = session.branch.history, session.codec
+        others = _without(session.pins, messages[run.start : run.end], codec)
+        carried = {p for p in session.pins if p not in others}
+        if run.start <= history.segmenter.lead:
+            room = tokens // PINS_PART
+            for text in _without(others, messages[: len(history)], codec):
+                room -= count_text(text)
+                if room >= 0:
+                    carried.add(text)
+        return tuple(p for p in session.pins if p in carried)
 
     def _note(self, index: int, pins: Sequence[str]) -> Edit:
         """Pinned texts as a message before message ``index`` of the history."""

@@ -28,16 +28,23 @@ class ForegroundSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitOutcome:
-    """A commit, and the foreground calls around it: what was expected stands in ``receipt.expected``.
+    """The commits of one boundary, and the foreground calls around them: what was expected of them stands in
+    ``receipt.expected``.
 
-    ``before`` are the last calls that began before the commit (8 at most), ``after`` the first ones that began after
-    it and before the next (32 at most), oldest first. Only calls inside ``session.foreground()`` are seen; what the
-    difference is owed to besides the commit (load, longer answers) is not told apart.
+    ``receipts`` are theirs, in order: several where several blocks went in. ``before`` are the last calls that began
+    before the commit (8 at most), ``after`` the first ones that began after it and before the next (32 at most), oldest
+    first. Only calls inside ``session.foreground()`` are seen; what the difference is owed to besides the commit (load,
+    longer answers) is not told apart.
     """
 
-    receipt: Receipt
+    receipts: tuple[Receipt, ...]
     before: tuple[ForegroundSeen, ...]
     after: tuple[ForegroundSeen, ...]
+
+    @property
+    def receipt(self) -> Receipt:
+        """The last one of ``receipts``."""
+        return self.receipts[-1]
 
     @property
     def ttft_before_s(self) -> float | None:
@@ -65,7 +72,7 @@ class CommitOutcome:
 
 @dataclass(slots=True)
 class _Commit:
-    receipt: Receipt
+    receipts: list[Receipt]
     before: tuple[ForegroundSeen, ...]
     after: list[ForegroundSeen] = field(default_factory=list)
 
@@ -76,20 +83,30 @@ class Outcomes:
     def __init__(self) -> None:
         self._recent: deque[ForegroundSeen] = deque(maxlen=CALLS_BEFORE)
         self._commits: deque[_Commit] = deque(maxlen=MAX_OUTCOMES)
+        self._unsent: _Commit | None = None
 
     def committed(self, receipt: Receipt) -> None:
-        """The view was rewritten."""
-        self._commits.append(_Commit(receipt, tuple(self._recent)))
+        """The view was rewritten. What is sent together is one commit here."""
+        if self._unsent is not None:
+            self._unsent.receipts.append(receipt)
+            return
+        self._unsent = _Commit([receipt], tuple(self._recent))
+        self._commits.append(self._unsent)
         self._recent.clear()
+
+    def sent(self) -> None:
+        """The view is handed out: what is committed from now on is another commit."""
+        self._unsent = None
 
     def began(self) -> object:
         """A call begins; what is returned is given back with it."""
+        self._unsent = None
         return self._commits[-1] if self._commits else None
 
     @staticmethod
     def rewrite(mark: object) -> Receipt | None:
         """The commit behind the call with this mark, if the call is the first one since."""
-        return mark.receipt if isinstance(mark, _Commit) and not mark.after else None
+        return mark.receipts[-1] if isinstance(mark, _Commit) and not mark.after else None
 
     def ended(self, mark: object, call: ForegroundSeen) -> None:
         """A call has ended that began when :meth:`began` gave this mark."""
@@ -101,7 +118,7 @@ class Outcomes:
 
     def listed(self) -> list[CommitOutcome]:
         """Newest last."""
-        return [CommitOutcome(receipt=c.receipt, before=c.before, after=tuple(c.after)) for c in self._commits]
+        return [CommitOutcome(receipts=tuple(c.receipts), before=c.before, after=tuple(c.after)) for c in self._commits]
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -245,7 +245,7 @@ def _positive(option: str, value: Any) -> None:
 
 
 def _number(option: str, value: Any, low: float, high: float) -> None:
-    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not finite or not low <= value <= high:
         bound = f"between {low:g} and {high:g}" if high != float("inf") else f"of at least {low:g}"
         raise ConfigurationError(f"{option}={value!r}: expected a number {bound}")

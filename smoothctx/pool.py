@@ -26,7 +26,7 @@ from . import scheduler
 from .breaker import Breakers
 from .errors import ClosedError, ConfigurationError
 from .foreign import background_context, spawn
-from .retry import RetryBudget
+from .retry import RetryBudget, jitter
 from .scheduler import Cancel, Close, Defer, Drop, Finish, Idle, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
 from .states import Reason
 from .work import (
@@ -119,7 +119,7 @@ class TaskPool:
             admission=admission,
             breakers=breakers if breakers is not None else Breakers(),
             budget=retry_budget or RetryBudget(clock),
-            rng=rng or random.Random(),
+            rng=rng or jitter(),
             report=self._report,
         )
         self._ids = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Receipts: one for each boundary that rewrote the view."""
+"""Receipts: one for each commit that rewrote the view; several blocks may go in at one boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Receipt:
     ``tokens_before`` and ``tokens_after`` are those of the view; ``waited_s`` is what the turn waited for us,
     in seconds; ``usage`` is what the background work cost; ``warm`` is true only where the engine reported
     the new view as cached. ``lag`` is how stale it was: turns whose replies stand behind what it covers.
-    ``expected`` is what ``BreakEven`` expected of it, where it knew the rates (what came: ``session.outcomes()``).
+    ``expected`` is what ``BreakEven`` expected, where it knew the rates: of blocks that went in together, of all of
+    them (what came: ``session.outcomes()``).
     """
 
     how: str

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 
 import anyio
 import httpx
@@ -21,6 +26,22 @@ BASE_S = 0.5
 BACKOFF_CAP_S = 10.0
 #: seconds: a server's ``retry_after_s`` counts up to here
 RETRY_AFTER_CAP_S = 30.0
+_seed: ContextVar[int | None] = ContextVar("smoothctx_retry_seed", default=None)
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """What is made inside has the same jitter at each run."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def jitter() -> random.Random:
+    """Where the jitter of retries comes from: different in every process, but for what is :func:`seeded`."""
+    return random.Random(_seed.get())
 
 
 class RetryBudget:
@@ -92,6 +113,34 @@ class _Spent(stop_base):
 
     def __call__(self, retry_state: RetryCallState) -> bool:
         return not self._budget.take()
+
+
+def _wall() -> float:
+    return datetime.now(UTC).timestamp()  # a date is of the calendar, no clock of ours
+
+
+def retry_after(headers: Mapping[str, Any], now: Callable[[], float] = _wall) -> float | None:
+    """Seconds for which an answer's ``Retry-After`` asks us to stay away, given as a number or as a date (RFC 9110);
+    ``None`` where it says nothing that can be read.
+
+    A date counts from the answer's own ``Date``, where it has one: the server's clock may be another than ours.
+    """
+    asked = headers.get("retry-after")
+    try:
+        seconds = float(asked)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        until, since = _date(asked), _date(headers.get("date"))
+        if until is None:
+            return None
+        seconds = until - (now() if since is None else since)
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _date(text: Any) -> float | None:
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (AttributeError, TypeError, ValueError, OverflowError, IndexError):
+        return None
 
 
 async def run_with_retries(

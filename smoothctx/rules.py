@@ -7,6 +7,7 @@ long as it fits).
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -131,7 +132,7 @@ def check_rule(rule: Any) -> None:
 
 
 def _number(option: str, value: Any, most: float) -> None:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not right or not 0 <= value <= most:
         bound = "of at least 0" + (f" and at most {most:g}" if math.isfinite(most) else "")
         raise ConfigurationError(f"BreakEven({option})={value!r}: expected a number {bound}")

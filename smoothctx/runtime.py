@@ -112,6 +112,9 @@ class Runtime:
         self.store: Store = store if store is not None else MemoryStore(clock=self.now)
         self.executor: Executor = executor or LocalExecutor()
         self.endpoints = Endpoints(concurrency=endpoint_concurrency, max_waiting=max_pending)
+        self.admission: Any = admission
+        if admission is None:
+            self.admission = LoadAdmission(self.now, self.events, self.endpoints)
         self._timers: set[asyncio.TimerHandle] = set()
         self._max_sessions = max_sessions
         self._session_ttl = session_ttl
@@ -119,7 +122,7 @@ class Runtime:
             concurrency=concurrency,
             max_pending=max_pending,
             clock=self.now,
-            admission=admission if admission is not None else LoadAdmission(self.now, self.events, self.endpoints),
+            admission=self.admission,
             stray_s=STRAY_S,
             on_error=lambda error, where: self.events.error(error, where=where),
         )
@@ -127,7 +130,7 @@ class Runtime:
         self.flights = Flights(self._pool, self.events, self.tally, self.now)
         self._foregrounds: weakref.WeakKeyDictionary[Any, Foreground] = weakref.WeakKeyDictionary()
         self._foreground = Foreground(self.now)  # of sessions without an engine
-        self._probing = Probing(self.events, self.background)
+        self._probing = Probing(self.events, self.background, self.now)
         self._private: weakref.WeakKeyDictionary[Transform, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._writer = Writer(self.store, self._pool, self.events)
@@ -318,11 +321,12 @@ class Runtime:
         return gone
 
     def touch(self, session: Session) -> None:
-        """A session was used: it is the last to go when room is needed."""
+        """A turn of a session begins: it is the last to go when room is needed."""
         with self._lock:
             key = (session.tenant, session.id)
             if self._sessions.get(key) is session:
                 self._sessions.move_to_end(key)
+        self._probing.begin(session)
 
     def forget(self, session: Session) -> None:
         """A session was closed."""

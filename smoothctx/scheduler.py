@@ -20,7 +20,10 @@ is, in this order of rules:
 2. Promoted jobs, in the order of their promotion. They know no budget and no fairness: a turn waits for them.
 3. Sub-agents' budget: a tenant's sub-agents that already hold ``child_slots`` slots come after every other job
    that could start (so nothing idles for it). A starved job (rule 5) is exempt.
-4. Fair between tenants: the tenant with the fewest running jobs, then the one whose last start is longest ago.
+4. Fair between tenants: starved tenants first, the one that waits longest first of them; then the tenant with the
+   fewest running jobs, then the one whose last start is longest ago (never: before all others). A tenant is starved
+   when one of its jobs that could start has waited longer than ``starvation_s``, and no job of it was started in that
+   time. A start that admission sent back was none.
 5. Within a tenant: starved jobs without a due time (waiting longer than ``starvation_s``) first, the oldest of them
    first; then the earliest due (none: last); then first in, first out.
 
@@ -33,14 +36,15 @@ counts nowhere from then on. There are at most ``max_idle`` of these; of more th
 asked to stop. While the pool drains nothing waits for idle time.
 
 The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only. One with a due time
-needs no such rule: jobs that come after that time are due later than it. And a tenant that waits is served in turn,
-whatever the others have queued. So a flood of one tenant starves nobody else.
+needs no such rule: jobs that come after that time are due later than it. And a starved tenant waits for promoted jobs
+and for one job of each tenant that waits longer than it, whatever the others have queued or hold, and however many
+tenants come for the first time. So neither a flood of one tenant nor a stream of new ones starves anybody.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -66,7 +70,8 @@ class Job:
 
     ``child``: it is a sub-agent's. ``due``: when its commit is expected, in the clock's seconds, if known.
     ``patience_s``: seconds after which it may lose its slot, ``None`` for the state's ``stray_s``.
-    ``lane``, ``queued_at``, ``order``, ``not_before``, ``deferred_at`` and ``stray_at`` are kept by :func:`step`.
+    ``lane``, ``queued_at``, ``order``, ``not_before``, ``deferred_at``, ``started_at`` and ``stray_at`` are kept by
+    :func:`step`.
     """
 
     id: int
@@ -80,6 +85,7 @@ class Job:
     order: int = 0
     not_before: float = -math.inf
     deferred_at: float | None = None
+    started_at: float = -math.inf
     stray_at: float = math.inf
 
 
@@ -187,13 +193,22 @@ class Wake:
 Effect = Start | Stop | Drop | Wake
 
 
+@dataclass(slots=True)
+class Served:
+    """What a tenant got: the number of its last start, and when the latest of its jobs that are over was started."""
+
+    number: int = 0
+    at: float = -math.inf
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
     """What waits and what runs. Changed by :func:`step` only.
 
     ``concurrency``: jobs that run at once. ``max_pending``: jobs that wait. ``starvation_s``: seconds after
-    which a job goes before its tenant's due order. ``max_defer_s``: seconds that admission may put one job
-    off. ``child_share``: the part of ``concurrency`` that a tenant's sub-agents get while others wait.
+    which a job goes before its tenant's due order, and its tenant before the others. ``max_defer_s``: seconds that
+    admission may put one job off. ``child_share``: the part of ``concurrency`` that a tenant's sub-agents get while
+    others wait.
     ``stray_s``: seconds after which a running job gives its slot to one that waits. ``running`` has those that
     hold a slot, ``strays`` those that run without one, ``idle`` those whose result is there: ``max_idle`` at most.
     """
@@ -209,7 +224,7 @@ class State:
     running: dict[int, Job] = field(default_factory=dict)
     strays: dict[int, Job] = field(default_factory=dict)
     idle: dict[int, Job] = field(default_factory=dict)
-    served: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    served: OrderedDict[str, Served] = field(default_factory=OrderedDict)
     closed: bool = False
     counter: int = 0
 
@@ -243,7 +258,9 @@ def step(state: State, event: Event) -> list[Effect]:
             newcomer = job.id
             state.queue[job.id] = replace(job, queued_at=event.now, order=state.next_number())
         case Finish(job_id=job_id):
-            _ended(state, job_id)
+            ended = _ended(state, job_id)
+            if ended is not None and (served := state.served.get(ended.tenant)) is not None:
+                served.at = max(served.at, ended.started_at)
         case Cancel(job_id=job_id, reason=reason):
             if state.queue.pop(job_id, None) is not None:
                 effects.append(Drop(job_id, reason))
@@ -327,8 +344,8 @@ def _fill(state: State, now: float) -> list[Effect]:
                 state.strays[stray.id] = state.running.pop(stray.id)
         del state.queue[job.id]
         patience = state.stray_s if job.patience_s is None else job.patience_s
-        state.running[job.id] = replace(job, stray_at=now + patience)
-        state.served[job.tenant] = state.next_number()
+        state.running[job.id] = replace(job, started_at=now, stray_at=now + patience)
+        state.served.setdefault(job.tenant, Served()).number = state.next_number()
         state.served.move_to_end(job.tenant)
         if len(state.served) > MAX_TENANTS:
             state.served.popitem(last=False)
@@ -367,14 +384,34 @@ def _next(state: State, now: float) -> Job | None:
         held = sum(other.child and other.tenant == job.tenant for other in state.running.values())
         return job.child and not starved(job) and held >= state.child_slots
 
+    allowed = [job for job in ready if not over_budget(job)] or ready
+    running = Counter(job.tenant for jobs in (state.running, state.strays) for job in jobs.values())
+    since = _waiting_since(state, allowed)
+
     def rank(job: Job) -> tuple[float, ...]:
-        running = sum(other.tenant == job.tenant for jobs in (state.running, state.strays) for other in jobs.values())
+        left_out = now - since[job.tenant] > state.starvation_s
+        first = (0, since[job.tenant]) if left_out else (1, running[job.tenant])
+        served = state.served.get(job.tenant)
         late = job.due is None and starved(job)
         wanted = job.queued_at if late else math.inf if job.due is None else job.due
-        return running, state.served.get(job.tenant, 0), not late, wanted, job.order
+        return *first, 0 if served is None else served.number, not late, wanted, job.order
 
-    within = [job for job in ready if not over_budget(job)]
-    return min(within or ready, key=rank, default=None)
+    return min(allowed, key=rank, default=None)
+
+
+def _waiting_since(state: State, waiting: Iterable[Job]) -> dict[str, float]:
+    """By tenant: when its oldest waiting job came, or its last job that was not sent back was started, if later."""
+    since: dict[str, float] = {}
+    for job in waiting:
+        since[job.tenant] = min(since.get(job.tenant, math.inf), job.queued_at)
+    for tenant in since:
+        if (served := state.served.get(tenant)) is not None:
+            since[tenant] = max(since[tenant], served.at)
+    for jobs in _going(state):
+        for job in jobs.values():
+            if job.tenant in since:
+                since[job.tenant] = max(since[job.tenant], job.started_at)
+    return since
 
 
 def _overflow(state: State, newcomer: int) -> Drop:

@@ -7,23 +7,27 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
-from .engines.preload import for_a_while
+from .engines.preload import PreloadReport, Warmth, for_a_while, size_of
+from .engines.wire import without_form
 from .flight import Flight
 from .handle import LookaheadHandle
 from .openings import Openings
-from .states import HandleState
+from .states import FINAL, HandleState
 from .transforms.base import Transform
 from .transforms.model import Model
 from .usage import Usage
 from .view import Artifact
+from .warming import Gate
 
 if TYPE_CHECKING:
     from .engines.binding import EngineBinding
-    from .engines.preload import PreloadReport
     from .runtime import Runtime
     from .session import Session
 
 T = TypeVar("T")
+
+#: views of which a session remembers what is warm
+MAX_WARM = 8
 
 
 class Serving:
@@ -37,9 +41,18 @@ class Serving:
         self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
         #: what the session's sub-agents will send first
         self.openings = Openings(session)
+        self._gate = Gate(
+            session.engine,
+            self._foreground,
+            endpoints=runtime.endpoints,
+            admission=runtime.admission,
+            clock=runtime.now,
+            say=self._held_back,
+        )
         self._latest: list[Any] = []
         self._rewarming = False
-        self._preloading = ""  # the artifact whose view the engine is warming, or has warmed
+        #: what the engine has warmed for this session, of the view of each artifact by its key
+        self._warmth: dict[str, Warmth] = {}
 
     def _ask(self, what: str, call: Callable[[], T], otherwise: T) -> T:
         """Ask the engine's binding; what it raises is an event, never the turn's."""
@@ -124,53 +137,135 @@ class Serving:
         session = self._session
         if session.engine is None or not _uses(transform, session.engine):
             return {}
-        options = dict(session.request)
+        options = without_form(session.request)
         if (binding := self._binding) is not None:
             none: dict[str, Any] = {}
             own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), none)
             options.update(own)
         return options
 
+    async def warm_up(self, flight: Flight, artifact: Artifact, preload_kv: bool | None) -> bool:
+        """Preload what ``flight`` has made, for the first session that holds a handle of it and still needs it."""
+        served: list[Session] = []
+        while True:
+            waiting = [h.session for h in list(flight.handles) if h.state not in FINAL and not h.session.closed]
+            session = next((s for s in waiting if s not in served and s.serving.preloads(preload_kv)), None)
+            if session is None:
+                return False
+            served.append(session)
+            if flight.plan.opening:
+                return await session.serving.preload_opening(flight)
+            warm = await session.serving.preload(flight, artifact)
+            if warm or session.serving.waits_for(flight):
+                return warm
+
+    def waits_for(self, flight: Flight) -> bool:
+        """May this session still commit what the flight has made?"""
+        session = self._session
+        return not session.closed and any(h.session is session and h.state not in FINAL for h in list(flight.handles))
+
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
         session = self._session
-        if self._binding is None or not session.wants_preload():
+        if self._binding is None or session.closed or not session.wants_preload():
             return False
-        artifact = session.likeliest(flight, artifact, self._latest)
-        self._preloading = artifact.key
+        shown: list[dict[str, Any]] = []
 
         def view() -> list[dict[str, Any]]:
-            shown = session.preview(artifact, self._latest)
-            return [sent for m in shown for sent in openai_messages(session.codec, m)]
-
-        def needed() -> bool:
-            return any(h.state in (HandleState.PENDING, HandleState.RUNNING, HandleState.READY) for h in flight.handles)
+            shown[:] = self._shown(artifact, self._latest)
+            return list(shown)
 
         try:
+            artifact = session.likeliest(flight, artifact, self._latest)
+            warmth = self._warmth.pop(artifact.key, None) or Warmth()
+            self._warmth[artifact.key] = warmth  # the newest
+            for key in list(self._warmth)[:-MAX_WARM]:
+                (self._warmth.pop(key, None) or Warmth()).drop()
+            binding = self._binding
             with for_a_while(self._foreground, session.policy.timeout) as time_left:
-                report = await self._binding.preload(
-                    view,
-                    request=session.request,
-                    foreground=self._foreground,
-                    needed=lambda: needed() and time_left(),
-                    hurried=lambda rate: session.hurried(rate, artifact),
+                report = await self._gate.open(
+                    lambda may: binding.preload(
+                        view,
+                        request=session.request,
+                        foreground=self._foreground,
+                        needed=lambda: self.waits_for(flight) and time_left(),
+                        hurried=lambda rate: session.hurried(rate, artifact),
+                        may=may,
+                        warmth=warmth,
+                    )
                 )
         except Exception as error:  # a cold commit is slower, never wrong
-            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
-            return False
+            return self._refused(error)
+        if report.complete and not warmth.done:  # a binding that keeps no account of its own
+            warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
+        self._share(flight, artifact.key, warmth)
         return self._reported(report)
+
+    def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
+        """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
+        if not getattr(self._binding, "by_content", False):
+            return
+        own = self._session
+        for session in {h.session for h in list(flight.handles) if h.session is not own and h.state not in FINAL}:
+            if session.engine is own.engine and session.request == own.request:
+                session.serving.heard(key, warmth)
+
+    def heard(self, key: str, warmth: Warmth) -> None:
+        """Another session has warmed this artifact's view, where this one would find it."""
+        self._warmth.setdefault(key, replace(warmth))
+
+    def _shown(self, artifact: Artifact, messages: Sequence[Any]) -> list[dict[str, Any]]:
+        """What the agent would send after committing ``artifact``."""
+        session = self._session
+        return [sent for m in session.preview(artifact, messages) for sent in openai_messages(session.codec, m)]
+
+    def warm(self, artifact: Artifact, messages: Sequence[Any]) -> bool:
+        """Is the view that committing ``artifact`` to these messages gives warm where this session's next call goes?
+
+        It is when the engine has evaluated it for this session, but for what was added since the last turn's call, or
+        for as much as a turn usually adds.
+        """
+        warmth = self._warmth.get(artifact.key)
+        if warmth is None or not warmth.done:
+            return False
+        session = self._session
+
+        def covered() -> bool:
+            since = session.branch.sent or len(self._latest)
+            new = size_of([sent for m in messages[since:] for sent in openai_messages(session.codec, m)])
+            usual = session.growth() * warmth.done // warmth.tokens if warmth.tokens else 0
+            if session.branch.refusal(artifact) is not None:
+                return False
+            return warmth.covers(self._shown(artifact, messages), max(new, usual))
+
+        return self._ask("warm", covered, False)
 
     async def preload_opening(self, flight: Flight) -> bool:
         """Warm the engine's cache with a sub-agent's opening. Is all of it warm?"""
         if (binding := self._binding) is None:
             return False
         try:
+            if self._runtime.endpoints.rests(self._session.engine) > 0:  # its messages are waited for: cold, at once
+                return False
             report = await self.openings.warm(flight, binding.opening, self._foreground)
         except Exception as error:  # a cold sub-agent is slower, never wrong
-            session = self._session
-            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
-            return False
+            return self._refused(error, opening=True)
         return report is not None and self._reported(report, opening=True)
+
+    def _refused(self, error: Exception, **more: Any) -> bool:
+        """A preload failed. An overloaded engine is left alone as it asked; that it is so is no error."""
+        session = self._session
+        if self._runtime.endpoints.overloaded(session.engine, error) and getattr(error, "status", None) in (429, 503):
+            return self._reported(PreloadReport(complete=False), why="overloaded", error=str(error), **more)
+        if not session.closed:
+            self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
+        return False
+
+    def _held_back(self, why: str) -> None:
+        session = self._session
+        self._runtime.events.emit(
+            "admission.deferred", session=session.id, tenant=session.tenant, work=f"preload:{session.id}", why=why
+        )
 
     def _reported(self, report: PreloadReport, **more: Any) -> bool:
         self._runtime.tally.preloaded(report.usage)
@@ -210,12 +305,12 @@ class Serving:
         self.follow(messages)
         flight = handle.flight
         if handle.state is HandleState.READY and flight.preload is not None and not self._rewarming and flight.artifact:
-            artifact, preload = flight.artifact, flight.preload
+            artifact = flight.artifact
             self._rewarming = True
 
             async def again() -> None:
                 try:
-                    warm = await preload(artifact)
+                    warm = await self.preload(flight, artifact)
                     if flight.artifact is artifact:
                         flight.artifact = replace(artifact, warm=warm)
                 finally:
@@ -236,21 +331,27 @@ class Serving:
 
     def committed(self, artifact: Artifact) -> None:
         """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
-        if (binding := self._binding) is not None and self._preloading == artifact.key:
-            self._preloading = ""
+        binding, warmth = self._binding, self._warmth.pop(artifact.key, None)
+        if binding is None or warmth is None:
+            return
+        if warmth.begun:
             self._ask("committed", lambda: binding.committed(artifact.warm), None)
-            self._foreground.poke()
+        elif not self._session.working():
+            self._ask("discarded", binding.discarded, None)
+        self._foreground.poke()
 
-    def preloaded(self, artifact: Artifact) -> bool:
-        """Is it the one whose view the engine is warming, or has warmed?"""
-        return self._preloading == artifact.key
+    def preloaded(self, *keys: str) -> bool:
+        """Has the engine warmed the view of one of these artifacts for this session?"""
+        return any((w := self._warmth.get(key)) is not None and w.done > 0 and not w.misses for key in keys)
 
     def discarded(self, *keys: str) -> None:
         """If one of these artifacts was preloaded (or its summary was being written), its slot is free again."""
         binding = self._binding
         self._ask("close", lambda: self.openings.discarded(*keys), None)
-        if binding is not None and self._preloading in ("", *keys) and not self._session.working():
-            self._preloading = ""
+        for key in keys:
+            if (warmth := self._warmth.pop(key, None)) is not None:
+                warmth.drop()
+        if binding is not None and not self._session.working():
             self._ask("discarded", binding.discarded, None)
             self._foreground.poke()
 
@@ -259,6 +360,8 @@ class Serving:
         self._ask("close", self.openings.close, None)
         if self._binding is not None:
             self._ask("close", self._binding.close, None)
+            self._foreground.poke()  # a preload for this session ends
+        self._warmth.clear()
         self._latest = []
 
 

@@ -74,7 +74,7 @@ class Session:
         self.codec = codec
         self.parent = parent
         self.engine = engine
-        self.request: Mapping[str, Any] = dict(request or {})
+        self.request: Mapping[str, Any] = {k: v for k, v in (request or {}).items() if k != "messages"}
         #: texts that every summary carries word for word
         self.pins: tuple[str, ...] = ()
         #: names of tasks that every summary lists word for word
@@ -137,7 +137,7 @@ class Session:
 
     @property
     def receipts(self) -> deque[Receipt]:
-        """One per boundary that rewrote the view, oldest first; the last 1,000 are kept."""
+        """One per commit, several where blocks go in together; oldest first, the last 1,000 are kept."""
         return self._conversation.receipts
 
     # -- the two calls of every turn -------------------------------------------------------------------------
@@ -214,12 +214,11 @@ class Session:
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
-        """The turn waits for background work, which must not keep out of this turn's way meanwhile."""
+        """The turn waits for background work, which must not keep out of this turn's way meanwhile. A turn that is
+        cancelled here is over: no model call is due, and nothing will ever observe it."""
         self._serving.end(self._token)
-        try:
-            yield
-        finally:
-            self._serving.begin(self._token)
+        yield
+        self._serving.begin(self._token)
 
     # -- explicit work ---------------------------------------------------------------------------------------
 
@@ -368,7 +367,8 @@ class Session:
             return False, 0
 
     def outcomes(self) -> list[CommitOutcome]:
-        """What came of the last 100 commits, newest last: the calls inside :meth:`foreground` around each of them."""
+        """What came of the last 100 boundaries that committed, newest last: the calls inside :meth:`foreground` around
+        each."""
         with self._lock:
             return self._conversation.outcomes.listed()
 
@@ -478,9 +478,16 @@ class Session:
             self._launcher.tell()
 
     def _dropped(self, handle: LookaheadHandle, reason: Reason) -> None:
-        """A handle was dropped: no other process is to commit what this one would not."""
+        """A handle was dropped: no other process is to commit what this one would not, and nobody needs a verdict."""
+        if self._judging is not None:
+            self._judging.dropped(handle)
         if reason not in LEFT_BEHIND and self._shelf.unprepare(handle.flight.plan.key):
             self._launcher.tell()
+
+    @property
+    def serving(self) -> Serving:
+        """The agent's engine, as this session uses it."""
+        return self._serving
 
     @property
     def openings(self) -> Openings:

@@ -13,6 +13,7 @@ from .cuts import Run
 from .local import LocalRewrites
 from .policy import Salvage
 from .states import Reason
+from .turns import turns_behind
 from .view import Artifact
 
 #: artifacts held in memory per session, whatever their size
@@ -139,6 +140,9 @@ class Shelf:
             shown = [o.artifact.replacement for o in branch.applied]
             if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
                 continue  # what is in the view reaches as far
+            lag = conversation.policy.lag
+            if lag is not None and turns_behind(branch.history, r.end) < lag and branch.fits(conversation.policy):
+                continue  # the last turns stay raw
             if branch.refusal(artifact) is not None or (
                 self._blockwise is not None and not self._blockwise.affordable([artifact], messages)
             ):
@@ -153,6 +157,7 @@ class Shelf:
             conversation.runtime.tally.count("salvaged")
             conversation.emit("view.salvaged", key=artifact.key, start=r.start, end=r.end)
             conversation.receipt(artifact, "salvaged", before)
+            before = branch.tokens
 
     def listed(self) -> list[BranchInfo]:
         """Everything held, newest last, for a person to read."""

@@ -270,7 +270,10 @@ def test_overloads_of_other_clients() -> None:
             self.response = SimpleNamespace(headers={k.replace("_", "-"): v for k, v in headers.items()})
 
     assert overload(ApiError(429, retry_after="7")) == 7.0
-    assert overload(ApiError(429, retry_after="Wed, 21 Oct 2026 07:28:00 GMT")) == 0.0
+    date = "Wed, 21 Oct 2026 07:28:00 GMT"
+    assert overload(ApiError(429, retry_after=date, date="Wed, 21 Oct 2026 07:27:00 GMT")) == 60.0
+    assert overload(ApiError(429, retry_after=date, date="Wed, 21 Oct 2026 07:29:00 GMT")) == 0.0
+    assert overload(ApiError(429, retry_after="soon")) == overload(ApiError(429)) == 0.0
     assert overload(ApiError(429, retry_after="1e9")) == 3600.0
     assert [overload(ApiError(status)) for status in (500, 502, 503, 504, 529)] == [0.0] * 5
     assert overload(ApiError(404)) is None
@@ -278,3 +281,54 @@ def test_overloads_of_other_clients() -> None:
     assert overload(ValueError("no")) is None
     assert overload(EngineOverloaded("busy", status=500)) == 0.0
     assert overload(EngineOverloaded("busy", retry_after_s=float("inf"))) == 0.0
+
+
+class Client:
+    """Somebody's client of a model server: its calls, and the most of them at once."""
+
+    def __init__(self) -> None:
+        self.calls = self.now = self.most = 0
+
+    async def summarise(self, messages: Any, *, max_tokens: int | None = None) -> str:
+        """One call of five seconds."""
+        self.calls, self.now = self.calls + 1, self.now + 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(5)
+        self.now -= 1
+        return "a summary"
+
+    async def judge(self) -> None:
+        """Another one."""
+
+
+@virtual
+async def test_promise_10_a_bound_method_is_one_endpoint_however_often_it_is_looked_up() -> None:
+    """Each session's transform has a method object of its own; it is the client that is called."""
+    client = Client()
+    async with make_runtime(endpoint_concurrency=2, concurrency=32) as runtime:
+        for k in range(12):
+            session = runtime.session(f"s{k}", policy=make_policy(client.summarise))
+            session.observe(chat(12, size=60, first=100 * k))
+        await settle(100)
+        assert client.calls == 12 and client.most == 2 and len(runtime.endpoints) == 0
+        other = Client()
+        lanes = runtime.endpoints
+        async with (
+            lanes.place(client.summarise, None, "t", "s", calm),
+            lanes.place(other.summarise, None, "t", "s", calm),
+        ):
+            assert lanes.in_flight(client.summarise) == lanes.in_flight(other.summarise) == 1 and len(lanes) == 2
+
+
+@virtual
+async def test_what_was_learned_of_a_bound_method_goes_with_its_object() -> None:
+    """The method object itself is gone at once; a rest counts for the client's next call of the same method."""
+    lanes, client = Endpoints(concurrency=8, max_waiting=10), Client()
+    with pytest.raises(EngineOverloaded), calling(lanes, "t", "s", calm):
+        async with endpoint(client.summarise, None):
+            raise EngineOverloaded("busy", status=429, retry_after_s=90.0)
+    gc.collect()
+    assert lanes.rests(client.summarise) == 90 and lanes.rests(Client().summarise) == lanes.rests(client.judge) == 0
+    del client
+    gc.collect()
+    assert len(lanes) == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import problems
-from smoothctx import EngineUnreachable
+from smoothctx import EngineRefused, EngineUnreachable
 from smoothctx.bench import qa
 from smoothctx.bench.qa_data import Item, load_hotpotqa, load_locomo, own_items
 from smoothctx.bench.qa_scores import Action, action_of, equivalence, exact_match, f1, held, normalise
@@ -201,6 +201,19 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
             load(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("name", ["question", "answer"])
+def test_a_question_without_a_text_or_an_answer_is_an_error(tmp_path: Path, name: str) -> None:
+    """Nothing is made of it."""
+    file = tmp_path / "x.json"
+    for value in (None, " "):
+        file.write_text(json.dumps([{**HOTPOT, name: value}]))
+        with pytest.raises(ConfigurationError, match=f"--hotpotqa .*its {name} is"):
+            load_hotpotqa(file)
+    file.write_text(json.dumps([{**LOCOMO, "qa": [{"question": None, "answer": 3}]}]))
+    with pytest.raises(ConfigurationError, match="--locomo .*its question is None"):
+        load_locomo(file)
+
+
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +337,44 @@ async def test_an_engine_that_fails_makes_errors_of_cells() -> None:
     assert qa.rows(cells)[1]["errors"] == 1 and qa.rows(cells)[1]["f1"] is None
 
 
+async def test_blocks_that_stayed_raw_are_shown() -> None:
+    """Of a block whose summary is no smaller the raw text counts as kept: its share stands beside it."""
+    item = next(i for i in own_items() if i.kind == "dialogue")
+
+    class Chatty(Knower):
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            if item.ask in str(messages[-1]["content"]) or len(self.requests) % 2:
+                return await super().complete(messages, max_tokens=max_tokens)
+            self.requests.append(messages)
+            return ModelReply(text="so " * 400, usage=Usage(calls=1))
+
+    cells: list[qa.Cell] = []
+    await qa.measure(Chatty([item]), "x", [item], [settings()[0], *settings(250)[2:]], cells)
+    raw, blocks = cells
+    assert raw.left_raw == 1.0 and 0 < blocks.left_raw < 1 and not blocks.error
+    assert [line.split()[-5] for line in qa.table(cells).splitlines()[2:]] == ["100%", f"{blocks.left_raw:.0%}"]
+
+
+async def test_a_block_that_the_engine_refused_is_an_error_and_asked_again() -> None:
+    """What the others kept is no score of this setting."""
+    item = next(i for i in own_items() if i.kind == "dialogue")
+
+    class Refusing(Knower):
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            if len(self.requests) == 1:
+                self.requests.append(messages)
+                raise EngineRefused("bad block", status=400)
+            return await super().complete(messages, max_tokens=max_tokens)
+
+    cells: list[qa.Cell] = []
+    await qa.measure(Refusing([item]), "x", [item], [settings()[0], *settings(250)[2:]], cells)
+    assert not cells[0].error and cells[1].error.endswith("of the context stayed raw: EngineRefused: bad block")
+    assert qa.rows(cells)[1]["errors"] == 1 and qa.rows(cells)[1]["held"] is None
+    engine, again = Knower([item]), []
+    await qa.measure(engine, "x", [item], [settings()[0], *settings(250)[2:]], again, None, {c.key: c for c in cells})
+    assert again[0] == cells[0] and not again[1].error and (again[1].left_raw or 0) < 0.1, "the short last block"
+
+
 async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """Finished cells are in the file at once and are not asked again; another model or setting asks anew, and what
     others have asked stays in the file."""
@@ -392,6 +443,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, capsys: 
         (["--items", "0"], "--items 0"),
         (["--blocks", "ten"], "--blocks ten"),
         (["--blocks", "10"], "--blocks 10"),
+        (["--blocks", "\u00b2"], "--blocks \u00b2: expected whole numbers"),
+        (["--blocks", "9" * 5000], "expected whole numbers"),
+        (["--blocks", "", "--details", "nonsense"], "--details nonsense"),
+        (["--window", "0"], "--window 0: expected at least 512"),
+        (["--window", "-5"], "--window -5"),
         (["--details", "huge"], "--details huge"),
         (["--summary-tokens", "1"], "--summary-tokens 1"),
         (["--block-summary-tokens", "1"], "--block-summary-tokens 1"),

@@ -18,7 +18,7 @@ from smoothctx.bench.volume import QUICK, Settings, history, measure
 from smoothctx.bench.volume_figures import summary, table
 from smoothctx.bench.volume_simulated import Rates
 from smoothctx.economics import Speed
-from smoothctx.errors import ConfigurationError, SmoothctxError
+from smoothctx.errors import ConfigurationError, EngineRefused, SmoothctxError
 from smoothctx.testing import FakeEngine, run_virtual, valid_request
 
 SOURCES = Path(volume.__file__).resolve().parent.parent
@@ -253,6 +253,7 @@ def test_the_rates_are_measured_first_and_written(
     [
         (["--url", "http://x/v1"], "--name"),
         (["--runs", "0"], "--runs 0"),
+        (["--blocks", "800", "50"], "--blocks 50: expected at least 96"),
         (["--max-tokens", "0"], "--max-tokens 0"),
         (["--temperature", "9"], "--temperature 9"),
         (["--path", "/nowhere/at/all"], "--path /nowhere/at/all"),
@@ -303,3 +304,63 @@ def test_a_sequential_summary_that_ended_early_gives_no_gain() -> None:
     assert "no gain for 400 detailed: the sequential summary ended before" in shown
     cells["sequential/400/detailed/0"]["output_tokens"] = cells["400/detailed/0"]["output_tokens"]
     assert summary(cells, SMALL.blocks, SMALL.details)["rows"][1]["speedup"] is None, "one of two runs is too short"
+
+
+def test_blocks_that_stayed_raw_are_counted_and_in_no_figure() -> None:
+    """A server that refuses some blocks: what is left is no compaction of the history, whatever it took."""
+    cells: dict[str, dict[str, Any]] = {}
+    said: list[str] = []
+    settings = replace(SMALL, blocks=(400,), runs=2)
+
+    async def run() -> None:
+        refusing, asked = engine(), [0]
+        real = refusing.complete
+
+        async def complete(messages: Any, **options: Any) -> Any:
+            detailed = "Step by step" in str(messages[-1]["content"])
+            asked[0] += detailed
+            if detailed and asked[0] == 2:
+                raise EngineRefused("bad block", status=400)
+            return await real(messages, **options)
+
+        refusing.complete = complete  # type: ignore[method-assign]
+        messages = await history(SOURCES, settings.tokens)
+        await measure(refusing, messages, settings, cells, done=lambda: None, say=said.append)
+
+    run_virtual(run)
+    partial = cells["400/detailed/0"]
+    assert partial["error"] is None and partial["raw_messages"] > 0 and "sequential/400/detailed/0" not in cells
+    assert sum("messages stayed raw (EngineRefused: bad block)" in line for line in said) == 1
+    figures = summary(cells, settings.blocks, settings.details)
+    assert (figures["partly_raw"], figures["failed"]) == (1, 0)
+    assert [r["blocks"] for r in figures["rows"]] == [cells["400/concise/0"]["blocks"]] * 2, (
+        "the whole run alone counts"
+    )
+    shown = table(figures)
+    assert "failed cells: 0; cells with blocks that stayed raw: 1" in shown and "stayed raw in 400 detailed:" in shown
+    only = {name: cell for name, cell in cells.items() if name.endswith("/0")}
+    only["sequential/400/detailed/0"] = dict(cells["sequential/400/detailed/1"], run=0)
+    figures = summary(only, settings.blocks, settings.details)
+    assert [r["detail"] for r in figures["rows"]] == ["concise"] and figures["spearman_detail"] == {"400": None}
+
+
+def test_cells_with_blocks_that_stayed_raw_are_measured_again(tmp_path: Path) -> None:
+    """With the sequential summary that is as long as they were, also of files of earlier versions."""
+    file, about = tmp_path / "figures.json", {"engine": "e"}
+    whole = {"error": None, "raw_messages": 0}
+    cells = {
+        "400/concise/0": whole,
+        "sequential/400/concise/0": whole,
+        "800/concise/0": {"error": None, "raw_messages": 2},
+        "sequential/800/concise/0": whole,
+        "800/detailed/0": whole,
+        "sequential/800/detailed/0": {"error": "EngineError: no", "raw_messages": 0},
+    }
+    file.write_text(json.dumps({**about, "cells": cells}), encoding="utf-8")
+    assert list(volume._read(file, about)) == ["400/concise/0", "sequential/400/concise/0", "800/detailed/0"]
+
+
+def test_the_same_size_twice_is_measured_once() -> None:
+    """And stands in one row."""
+    settings = volume._settings(parse("--blocks", "800", "400", "800", "--details", "concise", "concise"))
+    assert settings.blocks == (800, 400) and settings.details == ("concise",)

@@ -11,7 +11,7 @@ import pytest
 from smoothctx.bench.volume_figures import summary, table
 from smoothctx.bench.volume_simulated import Rates, measure_rates, simulate, with_simulation
 from smoothctx.economics import Speed
-from smoothctx.errors import ConfigurationError, EngineProtocolError
+from smoothctx.errors import ConfigurationError, EngineError, EngineOverloaded, EngineProtocolError
 from smoothctx.testing import FakeEngine, run_virtual
 
 #: of a small model on two cores: four at once decode at five sixths of the rate of one
@@ -109,3 +109,58 @@ def test_wrong_rates_are_named(changes: dict[str, float], said: str) -> None:
         Rates(**{**good, **changes})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="blocks=0"):
         simulate(RATES, blocks=0, block_tokens=800, tokens_each=10)
+
+
+def counting(**options: Any) -> FakeEngine:
+    """An engine that answers at length."""
+    return FakeEngine(*["count " * 60] * 40, speed=Speed(1000.0, 20.0), **options)
+
+
+@pytest.mark.parametrize("when", ["alone", "beside"])
+def test_rates_that_do_not_come_in_time_are_an_error_of_the_engine(when: str) -> None:
+    """The limit holds for the calls alone and for those side by side."""
+
+    async def run() -> None:
+        hanging = counting()
+        real = hanging.complete
+
+        async def complete(messages: Any, **options: Any) -> Any:
+            beside = "count upwards in words, without an end" in messages[0]["content"]
+            if beside is (when == "beside"):
+                await asyncio.Event().wait()
+            return await real(messages, **options)
+
+        hanging.complete = complete  # type: ignore[method-assign]
+        await measure_rates(hanging, workers=2, clock=asyncio.get_running_loop().time)
+
+    with pytest.raises(EngineError, match="could not be measured within 120 s"):
+        run_virtual(run)
+
+
+def test_an_engine_that_fails_beside_others_says_why() -> None:
+    """Its own error comes, and the other calls are called off."""
+
+    async def run() -> None:
+        failing = counting()
+        real, seen = failing.complete, [0]
+
+        async def complete(messages: Any, **options: Any) -> Any:
+            if "count upwards in words, without an end" not in messages[0]["content"]:
+                return await real(messages, **options)
+            seen[0] += 1
+            if seen[0] == 2:
+                raise EngineOverloaded("boom", status=500)
+            await asyncio.Event().wait()
+
+        failing.complete = complete  # type: ignore[method-assign]
+        await measure_rates(failing, workers=3, clock=asyncio.get_running_loop().time)
+
+    with pytest.raises(EngineOverloaded, match="boom"):
+        run_virtual(run)
+
+
+@pytest.mark.parametrize("block_tokens", [96, 100, 128])
+def test_the_smallest_blocks_are_simulated(block_tokens: int) -> None:
+    """Every size that can be measured; a summary that would not be smaller is as long as one can be."""
+    found = simulate(RATES, blocks=3, block_tokens=block_tokens, tokens_each=block_tokens)
+    assert found.sequential_s == pytest.approx(3 * (block_tokens - 64) / RATES.decode_alone, rel=0.3)

@@ -90,6 +90,37 @@ def test_promise_15_without_reports_time_tells(caching: bool, status: str) -> No
         assert seen["changed middle"].status == "ok"
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("nonsense", [False, True])
+def test_promise_15_what_takes_no_time_is_not_judged_by_it(caching: bool, nonsense: bool) -> None:
+    """Prompts that are done at once show nothing; more cached tokens than the prompt has are no report either."""
+    server = ModelServer("vllm", rate=1e6, latency_s=0.002, reports=False, caching=caching)
+    if nonsense:
+        server.reports = True
+        server._hit = lambda prompt, tokens: 5000  # type: ignore[method-assign]
+    seen = found(server)
+    for name in ("prefix cache", "changed middle"):
+        assert seen[name].status == "unknown" and not seen[name].advice and seen[name].effect_s is None
+        assert "ask again with more --tokens" in seen[name].found and "5,000" not in seen[name].found
+    assert seen["cache reports"].status == "warn"
+    assert examined(server).chars_per_s is None
+
+
+def test_promise_15_chance_is_not_judged() -> None:
+    """Short calls that differ as much as a long prompt takes: nothing is concluded from such times."""
+
+    class Uneven(ModelServer):
+        """Every second answer comes two seconds later."""
+
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            """Answer one request."""
+            await anyio.sleep(2.0 * (len(self.bodies) % 2))
+            return await super().answer(request)
+
+    seen = found(Uneven("vllm", reports=False))
+    assert seen["prefix cache"].status == seen["changed middle"].status == "unknown"
+
+
 def test_b186_blocks_larger_than_the_prompt() -> None:
     """Hybrid models cache in blocks of hundreds of tokens: no hit, and no wrong conclusion."""
     page = VLLM_METRICS.replace('block_size="128"', 'block_size="1024"')
@@ -396,8 +427,9 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     ):
         assert main(["doctor", "http://127.0.0.1:9", *arguments]) == 1
         assert text in capsys.readouterr().err
-    assert main(["doctor", "nonsense"]) == 1
-    assert "base_url='nonsense'" in capsys.readouterr().err
+    for url in ("nonsense", "http://127.0.0.1:80000"):
+        assert main(["doctor", url]) == 1
+        assert f"base_url='{url}'" in capsys.readouterr().err
 
 
 def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

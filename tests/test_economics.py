@@ -97,7 +97,7 @@ def test_bound_is_a_case_of_expect(
 
 
 @pytest.mark.parametrize("name", sorted(BOUND))
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "5", None])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 10**400, True, "5", None])
 def test_bound_refuses_what_is_no_number(name: str, value: Any) -> None:
     """The option and its value are named."""
     with pytest.raises(ConfigurationError, match=f"{name}={value!r}: expected a finite number"):

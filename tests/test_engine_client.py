@@ -426,10 +426,20 @@ async def test_statuses(code: int, body: str | bytes, kind: type[EngineError], t
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), ("inf", None), ("nan", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None)],
+    [
+        ("7", 7.0),
+        ("0.5", 0.5),
+        ("-3", 0.0),
+        ("inf", None),
+        ("nan", None),
+        ("soon", None),
+        ("Wed, 21 Oct 2026 07:28:00 GMT\r\nDate: Wed, 21 Oct 2026 07:27:20 GMT", 40.0),
+        ("Wed, 21 Oct 2026 07:28:00 GMT\r\nDate: Wed, 21 Oct 2026 07:29:00 GMT", 0.0),
+        ("Sat, 01 Jan 2000 00:00:00 GMT", 0.0),
+    ],
 )
 async def test_retry_after(header: str, seconds: float | None) -> None:
-    """The server's wish is read as seconds; what is no finite number is no wish."""
+    """The server's wish is read as seconds or as a date; what is neither is no wish."""
     assert (await failure(status(429, "", f"Retry-After: {header}"))).retry_after_s == seconds
     assert (await failure(status(429, ""))).retry_after_s is None
 
@@ -606,6 +616,15 @@ async def test_half_a_surrogate_pair_is_sent_as_valid_utf8() -> None:
         ({"model": ""}, "model='': expected the model's name"),
         ({"timeout_s": 0}, "timeout_s=0: expected seconds above 0"),
         ({"timeout_s": True}, "timeout_s=True: expected seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: expected seconds above 0"),
+        ({"base_url": "http://127.0.0.1:80000"}, "base_url='http://127.0.0.1:80000': expected http://host:port"),
+        ({"base_url": "http://127.0.0.1:0"}, "base_url='http://127.0.0.1:0': expected"),
+        ({"base_url": "http://xn--/"}, "base_url='http://xn--/': expected"),
+        ({"preload": "no"}, "preload='no': expected True, False or None"),
+        ({"context_window": -5}, "context_window=-5: expected a number of tokens above 0, or None"),
+        ({"context_window": "4096"}, "context_window='4096': expected a number of tokens"),
+        ({"context_window": True}, "context_window=True: expected a number of tokens"),
+        ({"chunk_delay_s": float("inf")}, "chunk_delay_s=inf: expected seconds above 0"),
         ({"api_key": "sk\n1"}, "api_key: expected printable ASCII"),
         ({"api_key": "ключ"}, "api_key: expected printable ASCII"),
     ],

@@ -72,6 +72,16 @@ def test_late_is_when_the_work_takes_longer_than_what_is_left() -> None:
     assert forecast.late(1000, 1000, None)
 
 
+def test_results_without_a_model_say_nothing_about_those_that_need_one() -> None:
+    """They count while no model was ever asked, and not from then on."""
+    forecast = Forecast()
+    forecast.landed(2.0, 1.0, asked=False)
+    assert (forecast.work.value, forecast.write.value) == (2.0, 1.0)
+    forecast.landed(30.0, 20.0, asked=True)
+    forecast.landed(0.0, 0.0, asked=False)
+    assert (forecast.work.value, forecast.write.value) == (30.0, 20.0)
+
+
 def test_growth_while_the_work_runs() -> None:
     """Work of 25 seconds at 10 per turn: 250 tokens more."""
     forecast = seen()

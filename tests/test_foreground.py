@@ -7,8 +7,9 @@ import threading
 
 import anyio
 import anyio.lowlevel
+import pytest
 
-from helpers import chat, make_policy, make_runtime, now, settle, virtual
+from helpers import FakeSummarizer, chat, make_policy, make_runtime, now, settle, virtual
 from smoothctx.foreground import Foreground
 
 
@@ -46,8 +47,38 @@ async def test_promise_10_a_turn_that_never_ended_counts_for_its_lease_only() ->
     await anyio.sleep(29)
     assert foreground.busy
     await foreground.wait_idle()
-    assert now() <= 61
+    assert now() == pytest.approx(30, abs=0.1)
     assert not foreground.busy
+
+
+@virtual
+async def test_promise_10_who_waits_is_woken_by_each_lease_that_runs_out() -> None:
+    """Also by that of a turn which began while it waited already, and by no other's."""
+    foreground = fresh(lease_s=30.0)
+    foreground.begin("dead")
+    async with anyio.create_task_group() as group:
+        group.start_soon(foreground.wait_idle)
+        await anyio.sleep(20)
+        foreground.begin("dead too")
+        foreground.begin("alive")
+        await anyio.sleep(5)
+        foreground.end("alive")
+    assert now() == pytest.approx(50, abs=0.1)
+
+
+@virtual
+async def test_promise_11_a_turn_cancelled_at_the_hard_limit_is_over() -> None:
+    """Nothing will observe it: what waits for idle time goes on as soon as the summary that it asked for is there."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=5)))
+        foreground = runtime.foreground(None)
+        with anyio.move_on_after(1) as scope:
+            await session.commit(chat(20, size=100))
+        assert scope.cancelled_caught
+        await settle(10)
+        assert not foreground.busy
+        await session.commit(chat(20, size=100))
+        assert foreground.busy, "the next turn counts as ever"
 
 
 @virtual

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 
 from block_fakes import Blocks, begin, block_policy
@@ -300,6 +301,59 @@ async def test_a_judge_has_seconds_of_its_own() -> None:
         await settle(2)
         assert ["TimeoutError" in w for w in why(events)] == [True]
         assert summaries(await boundary(session, messages))
+
+
+@virtual
+@pytest.mark.parametrize("used", [True, False])
+async def test_a_judge_that_is_not_needed_any_more_is_ended(used: bool) -> None:
+    """Its result was committed or dropped meanwhile: the call ends."""
+    ended: list[bool] = []
+
+    async def wait() -> None:
+        try:
+            await settle(1e6)
+        finally:
+            ended.append(True)
+
+    async with make_runtime() as runtime:
+        judge = TrajectoryJudge(Judge(GOOD, wait=wait), timeout_s=1e5)
+        session, messages = runtime.session("s", policy=make_policy(FakeSummarizer(), validators=[judge])), history()
+        handle = await ready(session, messages)
+        messages.append(A("On it."))
+        session.observe(messages)
+        await settle(1)
+        assert not ended
+        if used:
+            handle.commit(messages)
+        else:
+            handle.discard()
+        await settle(1)
+        assert ended == [True]
+        coherent(session, runtime)
+
+
+@virtual
+async def test_what_a_late_judge_cost_is_counted() -> None:
+    """A judge whose cost is told of after its result was settled: wasted, and in no receipt."""
+    usage = Usage(input_tokens=500, output_tokens=11, calls=1)
+
+    async def stubborn() -> None:  # its server answers all the same
+        with anyio.CancelScope(shield=True):
+            await settle(5)
+
+    judge = Judge(ModelReply(text=GOOD, usage=usage), wait=stubborn)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(), validators=[TrajectoryJudge(judge)]))
+        messages = history()
+        handle = await ready(session, messages)
+        messages.append(A("On it."))
+        session.observe(messages)
+        await settle(1)
+        handle.commit(messages)
+        await settle(10)
+        spent, counters = session.receipts[0].usage, runtime.counters
+        assert counters.usage == spent + usage and counters.wasted_tokens == usage.total_tokens
+        coherent(session, runtime)
 
 
 @virtual

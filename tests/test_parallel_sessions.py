@@ -26,7 +26,7 @@ from helpers import (
     summaries,
     virtual,
 )
-from smoothctx import HandleState, KeepRecent, ParallelSummarize, Policy, Reason, Session, StaleHandle
+from smoothctx import BreakEven, HandleState, KeepRecent, ParallelSummarize, Policy, Reason, Session, StaleHandle
 from smoothctx.economics import Speed
 from smoothctx.errors import ConfigurationError
 from smoothctx.testing import FakeEngine, run_virtual
@@ -489,6 +489,21 @@ async def test_without_a_total_the_summaries_are_bounded_by_where_a_commit_lands
 
 
 @virtual
+async def test_what_merged_summaries_cost_is_in_a_receipt_or_wasted() -> None:
+    """Also that of blocks which a merge overtook before they were committed."""
+    model = Blocks()
+    async with make_runtime(concurrency=4) as runtime:
+        policy = block_policy(model, window=12_000, total_tokens=400, trigger=("tokens", 4000), min_savings=0.1)
+        session, messages = runtime.session("s", policy=policy), begin()
+        await play(session, messages, turns(0, 40), REST)
+        counters = runtime.counters
+        assert counters.stale.get("superseded", 0) > 3 and session.receipts
+        live = sum(h.flight.usage.total_tokens for h in session.lookaheads)
+        told = sum(r.usage.total_tokens for r in session.receipts)
+        assert counters.usage.total_tokens == told + counters.wasted_tokens + live
+
+
+@virtual
 async def test_a_merge_that_fails_keeps_the_total_all_the_same() -> None:
     """The newer blocks stay raw; at the hard limit the fallback makes room. No endless attempts."""
     model = Blocks()
@@ -663,6 +678,85 @@ async def test_pins_survive_blocks_and_merges() -> None:
             assert "code 4711" in text
             assert "never touch prod" in text or not covered(view)
         assert len(covered(view)) > 1 and not any(r.how == "fallback" for r in session.receipts)
+
+
+@virtual
+@pytest.mark.parametrize("total", [None, 900])
+@pytest.mark.parametrize("count", [1, 3, 6])
+async def test_pins_that_stand_nowhere_are_carried_once(count: int, total: int | None) -> None:
+    """However many there are: no block is refused for their sake, and each stands once in the view."""
+    model = Blocks()
+    async with make_runtime(concurrency=4) as runtime:
+        session, messages = runtime.session("s", policy=block_policy(model, total_tokens=total)), begin()
+        for k in range(count):
+            session.pin(f"Rule {k}: " + "keep this in every case, " * 6)
+        committed = False
+        for k in range(40):
+            text = "\n".join(CODEC.text(m) for m in await play(session, messages, turns(k, k + 1), REST))
+            committed = committed or bool(session.receipts)
+            assert [text.count(f"Rule {k}: ") for k in range(count)] == [int(committed)] * count
+        assert len(session.receipts) > 3 and {r.how for r in session.receipts} == {"ready"}
+        assert not runtime.counters.stale.get("not_smaller") and not runtime.counters.failed
+
+
+@virtual
+async def test_an_explicit_run_carries_a_pin_once() -> None:
+    """In one of its blocks; of a pinned text that stands in the history, in the block that has it."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=block_policy(Blocks(), window=40_000, block=300, min_savings=0.1))
+        session.pin("never touch prod")
+        session.pin("<3> question")
+        messages = [*begin(), *(m for k in range(20) for m in turn(k)), H("now")]
+        handle = session.schedule_transform("parallel_summarize", messages, target_segments=range(0, 12))
+        assert await handle.wait() is HandleState.READY
+        texts = summaries(handle.commit(messages))
+        assert ["never touch prod" in t for t in texts] == [True, False, False, False, False, False]
+        assert ["<3> question" in t for t in texts] == [False, False, False, True, False, False]
+
+
+# -- receipts and outcomes -------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_blocks_of_one_boundary_are_one_outcome() -> None:
+    """A receipt for each; the calls before and after, and what was expected, are those of all together."""
+    agent = FakeEngine(*["word " * 20] * 100, preload=False)
+    async with make_runtime(concurrency=4) as runtime:
+        rule = BreakEven(Speed(1000.0, 50.0, 0.0), turns=10_000)
+        session = runtime.session("s", policy=block_policy(Blocks(), commit=rule), engine=agent)
+        messages = begin()
+        for k in range(48):
+            messages.append(H(f"<{k}> question", size=100))
+            view = await session.commit(messages)
+            async with session.foreground() as call, agent.stream(view, max_tokens=20) as stream:
+                async for _ in stream:
+                    call.first_token()
+            messages.append(A(f"<{k}> answer", size=100))
+            session.observe(messages)
+            await REST()
+        outcomes = session.outcomes()
+        assert [r for o in outcomes for r in o.receipts] == list(session.receipts)
+        assert len(outcomes[0].receipts) > 3 and len(outcomes) > 1
+        for outcome in outcomes:
+            assert outcome.receipt is outcome.receipts[-1] and outcome.before and outcome.after
+            assert len({r.expected for r in outcome.receipts}) == 1
+            assert outcome.receipt.expected is not None
+        together = outcomes[0].receipts
+        assert [r.tokens_before for r in together[1:]] == [r.tokens_after for r in together[:-1]]
+
+
+@virtual
+async def test_what_comes_back_counts_its_savings_once() -> None:
+    """To another branch and back: each receipt goes on from where the last one left the view."""
+    async with make_runtime(concurrency=4) as runtime:
+        session, messages = runtime.session("s", policy=block_policy(Blocks())), begin()
+        await play(session, messages, turns(0, 14), REST)
+        seen = len(session.receipts)
+        await session.commit([H("another chat")])
+        await session.commit([*messages, H("back")])
+        back = list(session.receipts)[seen:]
+        assert len(back) > 2 and {r.how for r in back} == {"salvaged"}
+        assert [r.tokens_before for r in back[1:]] == [r.tokens_after for r in back[:-1]]
 
 
 # -- explicit use ----------------------------------------------------------------------------------------------------

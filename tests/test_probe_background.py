@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import Any
@@ -16,6 +17,8 @@ from smoothctx.engines import Binding, OpenAIEngine
 from smoothctx.engines.slots import SlotBinding
 from smoothctx.errors import EngineUnreachable
 from smoothctx.probing import engine_name
+
+GETS = ("/version", "/props", "/get_server_info", "/server_info", "/metrics", "/v1/models", "/slots")
 
 
 class Probed:
@@ -78,18 +81,59 @@ async def test_what_is_known_or_cannot_be_asked_is_left_alone() -> None:
 
 @virtual
 async def test_promise_05_a_probe_that_fails_is_an_event() -> None:
-    """The turns go on; it is not asked again and again."""
-    events, engine = Events(), Probed(error=EngineUnreachable("gone"))
+    """The turns go on; it is told once, and asked again ever more rarely."""
+    events, engine, messages = Events(), Probed(error=EngineUnreachable("gone")), chat(3)
     async with make_runtime(on_event=events) as runtime:
         session = open_session(runtime, "a", engine)
-        await settle(5)
-        open_session(runtime, "b", engine)
-        messages = chat(3)
-        assert await session.commit(messages) == messages
-        await settle(5)
+        began: list[float] = []
+        for _ in range(900):
+            assert await session.commit(messages) == messages
+            await settle(0.5)
+            if engine.probes > len(began):
+                began.append(now())
     (error,) = events.of("error")
     assert error.data["where"] == "engine.probe" and "gone" in error.data["error"] and error.session == "a"
-    assert engine.probes == 1
+    pauses = [later - sooner - 1 for sooner, later in itertools.pairwise(began)]  # a probe takes one second
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, *[60] * (len(pauses) - 6)], abs=0.6) and len(pauses) > 9
+
+
+@virtual
+@pytest.mark.parametrize("opens", [True, False])
+async def test_a_server_that_comes_up_later_is_found(opens: bool) -> None:
+    """By the next session on it, or the next turn of one; then it is asked no more."""
+    engine = Probed(error=EngineUnreachable("still loading"))
+    async with make_runtime() as runtime:
+        session = open_session(runtime, "a", engine)
+        await settle(100)
+        assert (engine.probes, engine.capabilities) == (1, None)
+        engine._error = None
+        for k in range(2):
+            if opens:
+                open_session(runtime, f"b{k}", engine)
+            else:
+                await session.commit(chat(3))
+            await settle(100)
+        assert (engine.probes, engine.capabilities) == (2, "known")
+
+
+@virtual
+async def test_a_server_that_answered_nothing_in_time_is_asked_again() -> None:
+    """It hangs while it loads its model, then says that it is not ready, and is up at last."""
+    server = ModelServer("vllm", hang=frozenset(GETS))
+    pages = server.pages
+    async with server.engine() as engine, make_runtime() as runtime:
+        assert isinstance(engine, OpenAIEngine)
+        session = open_session(runtime, "a", engine)
+        await settle(100)
+        assert engine.capabilities is not None and engine.capabilities.flavour == "unknown"
+        server.hang, server.pages = frozenset(), {path: (503, {"error": "Loading model"}) for path in GETS}
+        await session.commit(chat(3))
+        await settle(100)
+        assert engine.capabilities.flavour == "unknown" and not engine.preload_by_default
+        server.pages = pages
+        await session.commit(chat(3))
+        await settle(100)
+        assert engine.capabilities.flavour == "vllm" and engine.preload_by_default
 
 
 @virtual

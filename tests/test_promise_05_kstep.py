@@ -236,6 +236,31 @@ async def test_blocks_lag_too() -> None:
 
 
 @virtual
+async def test_what_comes_back_leaves_the_last_turns_raw() -> None:
+    """Back to a time when an earlier commit would have been too new: it comes back once it lies far enough behind."""
+    k = 4
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=lagging_policy(FakeSummarizer(delay=0.5), k))
+        messages: list[Message] = [S(), H("start")]
+        while not session.receipts:
+            step(session, messages)
+            messages += [A("reply", size=100), H(f"<{len(messages)}> go on", size=100)]
+            session.observe(messages)
+            await settle(TURN_S)
+        assert session.receipts[0].lag >= k
+        step(session, [H("another chat")])
+        lags = [r.lag for r in list(session.receipts)[1:]]
+        assert not lags
+        shorter = messages[: -2 * (session.receipts[0].lag - 2)]  # two of the turns behind it are left
+        for _ in range(6):
+            view = step(session, shorter)
+            since = list(session.receipts)[1:]
+            assert bool(summaries(view)) is bool(since) and all(r.lag >= k for r in since)
+            shorter = [*shorter, A("other", size=100), H("other", size=100)]
+        assert since[0].how == "salvaged"
+
+
+@virtual
 async def test_the_new_prefix_is_warm_at_the_switch() -> None:
     """With the agent's engine: the first call with the new view finds all of it in the cache but what is new."""
     engine = FakeEngine(*[f"reply {n:04d} " + "w" * 200 for n in range(400)], speed=Speed(4_000.0, 400.0))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
-from smoothctx import HandleState, Policy, Speed, Summarize
+from smoothctx import HandleState, Isolate, KeepRecent, Policy, Speed, Summarize
 from smoothctx.testing import FakeEngine
 
 
@@ -54,6 +54,24 @@ async def test_a_promoted_summary_is_done_sooner_than_the_same_one_unpromoted() 
     first, again = engine.calls[10:]
     assert (first.outcome, first.options["priority"]) == ("cancelled", 20)
     assert (again.outcome, again.options["priority"], first.messages == again.messages) == ("done", 1, True)
+
+
+@virtual
+async def test_promise_06_a_wait_is_predicted_by_what_the_policys_own_transform_took() -> None:
+    """Openings and rewrites without a model end at once; a turn at the limit waits for the summary all the same."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=6), max_wait=30.0))
+        messages = chat(5, size=80)
+        await session.commit(messages)
+        for k in range(4):
+            for other in (Isolate(instruction=f"task {k}"), KeepRecent(keep=("messages", 4))):
+                handle = session.schedule_transform(other, messages)
+                assert await handle.wait(30) is HandleState.READY
+                handle.discard()
+        messages = chat(14, size=80)
+        began = now()
+        await session.commit(messages)
+        assert session.receipts[-1].how == "promoted" and now() - began == pytest.approx(6, abs=0.5)
 
 
 @virtual

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from smoothctx.breaker import BreakerOpen, Breakers, BreakerState, CircuitBreaker
 from smoothctx.errors import ConfigurationError, EngineOverloaded, EngineRefused, EngineUnreachable
-from smoothctx.retry import RetryBudget, is_retryable, run_with_retries
+from smoothctx.retry import RetryBudget, is_retryable, retry_after, run_with_retries
 from virtual import run_virtual
 
 
@@ -193,3 +193,31 @@ def test_breaker_options_and_error() -> None:
     error = BreakerOpen("summarize", 12.0)
     assert "summarize" in str(error) and "12 s" in str(error) and error.retry_in_s == 12.0 and not error.retryable
     assert repr(CircuitBreaker()) == "<CircuitBreaker closed, 0 failures in a row>"
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        ("7", 7.0),
+        (7, 7.0),
+        ("-1", 0.0),
+        ("nan", None),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 37.0),
+        ("Sunday, 06-Nov-94 08:49:37 GMT", 37.0),
+        ("Sun Nov  6 08:49:37 1994", 37.0),
+        ("Sun, 06 Nov 1994 08:48:00 GMT", 0.0),
+        ("Sun, 06 Nov 1994 10:49:37 +0200", 37.0),
+        ("Sun, 32 Nov 1994 08:49:37 GMT", None),
+        ("Sun, 06 Nov 99999999 08:49:37 GMT", None),
+        ("", None),
+        (None, None),
+        (b"7", 7.0),
+        (object(), None),
+    ],
+)
+def test_a_wish_to_be_left_alone_is_a_number_or_a_date(asked: object, seconds: float | None) -> None:
+    """All three forms of a date; by our own clock where the answer has no date of its own that can be read."""
+    clock = 784111740.0  # 1994-11-06 08:49:00 UTC
+    for headers in ({"retry-after": asked}, {"retry-after": asked, "date": "today"}):
+        assert retry_after(headers, lambda: clock) == seconds
+    assert retry_after({}) is None

@@ -102,6 +102,9 @@ def test_an_engine_that_shows_nothing_is_refused() -> None:
         {"output_tokens": 8},
         {"rounds": 0},
         {"rounds": True},
+        {"timeout_s": 0},
+        {"timeout_s": "x"},
+        {"timeout_s": float("nan")},
     ],
 )
 @virtual

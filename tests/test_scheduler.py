@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
@@ -115,6 +116,54 @@ def test_fair_between_tenants() -> None:
         submit(state, job_id, tenant="flood", due=0.0)
     submit(state, 1000, tenant="quiet", due=9e9)
     assert finish_all(state, now=1e6)[0] == 1000
+
+
+@pytest.mark.parametrize("due", [None, 9e9])
+@pytest.mark.parametrize("each", [1, 2])
+def test_promise_10_a_stream_of_new_tenants_does_not_starve_one_that_was_served(each: int, due: float | None) -> None:
+    """However many come for the first time, and more than can be served: who waits longest is next."""
+    state = new(max_pending=2000, starvation_s=30.0)
+    submit(state, 1, tenant="old")
+    submit(state, 2, tenant="old", due=due)
+    (running,), next_id = [1], 3
+    for second in range(1, 100):
+        now = float(second)
+        for _ in range(each):
+            submit(state, next_id, now=now, tenant=f"new{next_id}", due=now + 1)
+            next_id += 1
+        (running,) = (e.job_id for e in step(state, Finish(now=now, job_id=running)) if isinstance(e, Start))
+        if running == 2:
+            break
+    assert (running, second) == (2, 31), "just over starvation_s: nobody else waits longer"
+
+
+def test_promise_10_a_tenant_whose_job_hangs_is_not_starved_by_others() -> None:
+    """It has more running than those who come; after a while its next one goes first all the same, and only one."""
+    state = new(concurrency=2, max_pending=100, starvation_s=30.0)
+    submit(state, 1, tenant="slow")
+    submit(state, 2, tenant="slow", now=1.0)
+    for job_id in (3, 4):
+        submit(state, job_id, tenant="slow", now=2.0)
+    for job_id in range(10, 60):
+        submit(state, job_id, tenant=f"new{job_id}", now=3.0)
+    assert step(state, Finish(now=20.0, job_id=2)) == [Start(10)]
+    assert step(state, Finish(now=32.5, job_id=10)) == [Start(3)]
+    assert step(state, Finish(now=32.9, job_id=3)) == [Start(11)], "it was served just now"
+    assert step(state, Finish(now=62.0, job_id=11)) == [Start(12)], "the others have waited longer"
+
+
+def test_a_start_that_was_sent_back_is_no_service() -> None:
+    """What admission puts off does not make its tenant's other jobs wait for ever."""
+    state = new(max_pending=200, starvation_s=30.0)
+    submit(state, 1, tenant="a")
+    step(state, Defer(now=0.0, job_id=1, until=20.0))
+    submit(state, 3, tenant="b")
+    submit(state, 2, tenant="a")
+    assert step(state, Finish(now=21.0, job_id=3)) == [Start(1)]
+    for job_id in range(10, 60):
+        submit(state, job_id, tenant=f"new{job_id}", now=21.5)
+    assert step(state, Defer(now=22.0, job_id=1, until=50.0)) == [Start(10)]
+    assert step(state, Finish(now=30.5, job_id=10)) == [Start(2)]
 
 
 def test_tenant_with_fewest_running_first_then_least_recently_served() -> None:
@@ -356,6 +405,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stray_at: dict[int, float] = {}
         self.strays: set[int] = set()
         self.promoted: list[int] = []
+        self.started_at: dict[int, float] = {}
+        self.passed: dict[str, tuple[float, set[str]]] = {}  # by starved tenant: since when, and who went before it
         self.given_up: set[int] = set()
         self.closed = self.came_as_stray = False
         self.wake: float | None = None
@@ -377,6 +428,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     waiting.discard(job_id)
                     self.make_room(job_id)
                     self.where[job_id] = "running"
+                    self.started_at[job_id] = self.now
                     patience = self.jobs[job_id].patience_s
                     self.stray_at[job_id] = self.now + (50.0 if patience is None else patience)
                 case Drop(job_id=job_id, reason=reason):
@@ -427,15 +479,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         job = self.jobs[chosen]
         running = [self.jobs[job_id] for job_id, where in self.where.items() if where == "running"]
-        running_of = {t: sum(other.tenant == t for other in running) for t in "abc"}
+        running_of = Counter(other.tenant for other in running)
         starved = {job_id for job_id in ready if self.now - self.queued_at[job_id] > 30.0}
         held = [self.jobs[job_id] for job_id in self.holding]
-        children = {t: sum(other.child and other.tenant == t for other in held) for t in "abc"}
+        children = Counter(other.tenant for other in held if other.child)
         free = [i for i in ready if i in starved or not (self.jobs[i].child and children[self.jobs[i].tenant] >= 1)]
         if free:
             assert chosen in free, "sub-agents over their share come last"
             ready = free
-        assert all(running_of[job.tenant] <= running_of[self.jobs[i].tenant] for i in ready), "fair between tenants"
+        left_out = self.left_out(ready)
+        if left_out:
+            assert left_out.get(job.tenant) == min(left_out.values()), "starved tenants, who waits longest first"
+        else:
+            assert all(running_of[job.tenant] <= running_of[self.jobs[i].tenant] for i in ready), "fair between tenants"
+        self.count_passing(job.tenant, left_out)
         own = [i for i in ready if self.jobs[i].tenant == job.tenant]
         late = [i for i in own if i in starved and self.jobs[i].due is None]
         if late:
@@ -445,10 +502,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in own}
             assert all(due[chosen] <= due[i] for i in own), "earliest due first"  # type: ignore[operator]
 
+    def left_out(self, ready: list[int]) -> dict[str, float]:
+        """The tenants that got nothing for 30 seconds while they waited, and since when."""
+        found: dict[str, float] = {}
+        for tenant in {self.jobs[i].tenant for i in ready}:
+            began = min(self.queued_at[i] for i in ready if self.jobs[i].tenant == tenant)
+            got = max((at for i, at in self.started_at.items() if self.jobs[i].tenant == tenant), default=-math.inf)
+            if self.now - max(began, got) > 30.0:
+                found[tenant] = max(began, got)
+        return found
+
+    def count_passing(self, chosen: str, left_out: dict[str, float]) -> None:
+        """The bound: one job of each other tenant, at most, goes before a starved one's."""
+        self.passed = {t: (s, seen) for t, (s, seen) in self.passed.items() if left_out.get(t) == s and t != chosen}
+        for tenant, since in left_out.items():
+            if tenant != chosen:
+                _, seen = self.passed.setdefault(tenant, (since, set()))
+                assert chosen not in seen, "twice before a tenant that is starved"
+                seen.add(chosen)
+
     # -- what happens --------------------------------------------------------------------------------------------
 
     @rule(
-        tenant=st.sampled_from("abc"),
+        tenant=st.sampled_from([*"abc", "new"]),
         child=st.booleans(),
         due=st.none() | st.floats(0, 500),
         promoted=st.integers(0, 9).map(lambda n: n == 0),
@@ -456,6 +532,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, tenant: str, child: bool, due: float | None, promoted: bool, patience_s: float | None) -> None:
         job_id = len(self.jobs) + 1
+        tenant = tenant if tenant != "new" else f"new{job_id}"
         lane = Lane.PROMOTED if promoted else Lane.LOOKAHEAD
         self.jobs[job_id] = Job(id=job_id, tenant=tenant, child=child, due=due, lane=lane, patience_s=patience_s)
         self.where[job_id] = "waiting"
@@ -502,6 +579,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if job_id in self.promoted:  # the pool runs these
             return
         self.not_before[job_id] = self.now + seconds
+        del self.started_at[job_id]
+        for _, seen in self.passed.values():  # it was sent back: it went before nobody
+            seen.discard(self.jobs[job_id].tenant)
         running_since = (self.state.running | self.state.strays)[job_id].deferred_at
         self.ended(job_id, "waiting")
         self.not_before[job_id] = min(self.now + seconds, (running_since or self.now) + 60.0)

@@ -14,7 +14,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from smoothctx.testing import DeadlockError, VirtualTimeLoop, announce_thread, run_virtual
+from smoothctx import Policy, Runtime, Summarize
+from smoothctx.retry import jitter
+from smoothctx.testing import DeadlockError, FakeModel, Recorder, VirtualTimeLoop, announce_thread, run_virtual
 
 ROOT = Path(__file__).parent.parent
 
@@ -324,3 +326,22 @@ def test_a_failing_executor_is_not_counted() -> None:
         return loop.threads_in_flight
 
     assert run_virtual(main) == 0
+
+
+def test_retries_wait_as_long_at_each_run() -> None:
+    """The jitter of their waits is the same in virtual time; outside it differs from pool to pool."""
+
+    async def main() -> float:
+        model, events = FakeModel(ConnectionError("x"), ConnectionError("x"), "fine"), Recorder()
+        sizes = {"trigger": ("messages", 6), "hard_limit": ("messages", 50), "land_at": ("messages", 4)}
+        policy = Policy(Summarize(model, keep=("messages", 2)), **sizes)  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        async with Runtime(clock=loop.time, on_event=events) as runtime:
+            session = runtime.session("s", policy=policy)
+            session.observe([{"role": ("user", "assistant")[k % 2], "content": f"{k} " + "w " * 90} for k in range(10)])
+            await events.seen("lookahead.ready")
+            return loop.time()
+
+    runs = [run_virtual(main) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2] > 0.75
+    assert jitter().random() != jitter().random()

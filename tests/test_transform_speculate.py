@@ -456,6 +456,59 @@ async def test_cancelling_ends_all_candidates() -> None:
         coherent(session, runtime)
 
 
+# -- one that is slow ----------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_promise_06_a_turn_takes_the_candidate_that_is_ready() -> None:
+    """One candidate is done after a second, the other hangs: at the hard limit the first goes in, at once."""
+    good, stuck, events = FakeSummarizer(delay=1.0), FakeSummarizer("hang"), Events()
+    async with make_runtime(on_event=events) as runtime:
+        policy = policy_of(Speculate([short(good), short(stuck)], lambda since, candidates: 0), timeout=1000.0)
+        session, messages = runtime.session("s", policy=policy), chat(13)
+        handle = session.observe(messages)
+        await settle(50)
+        assert handle is not None and handle.state is HandleState.RUNNING
+        messages += [A("yes"), H("and now?" + " word" * 800)]
+        began = asyncio.get_running_loop().time()
+        view = await session.commit(messages)
+        assert asyncio.get_running_loop().time() - began <= 0.5
+        assert summaries(view) and [r.how for r in session.receipts] == ["promoted"] and stuck.cancelled == 1
+        assert session.receipts[0].usage.calls == 1
+        coherent(session, runtime)
+
+
+@virtual
+async def test_what_is_ready_is_kept_when_the_time_is_over() -> None:
+    """The policy's timeout ends the candidate that hangs, not the one that is done."""
+    good, stuck = FakeSummarizer(delay=1.0), FakeSummarizer("hang")
+    async with make_runtime() as runtime:
+        seen: list[list[bool]] = []
+
+        def choose(since: Sequence[Any], candidates: Sequence[Candidate]) -> int:
+            seen.append([c.ready for c in candidates])
+            return 0
+
+        three = Speculate([short(good), short(stuck), KeepRecent(KEEP)], choose)
+        session, messages = runtime.session("s", policy=policy_of(three, timeout=60.0)), chat(13)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait(100) is HandleState.READY
+        assert summaries(handle.commit(messages)) and seen == [[True, False, True]]
+        assert stuck.cancelled == 1 and not runtime.counters.failed
+        coherent(session, runtime)
+
+
+@virtual
+async def test_where_all_hang_it_is_the_timeout() -> None:
+    """Nothing is ready: the reason is the policy's timeout."""
+    async with make_runtime() as runtime:
+        policy = policy_of(Speculate([short(FakeSummarizer("hang")) for _ in range(2)], by_words), timeout=60.0)
+        session = runtime.session("s", policy=policy)
+        handle = session.observe(chat(13))
+        assert handle is not None and await handle.wait(100) is HandleState.FAILED
+        assert handle.reason is Reason.TIMEOUT
+
+
 # -- preload -------------------------------------------------------------------------------------------------------
 
 

@@ -27,27 +27,28 @@ from ..outputs import check_file, write_whole
 from ..transforms import ParallelSummarize, Summarize
 from ..transforms.base import Transform, TransformRequest
 from ..transforms.inputs import opens_with_user, units
+from ..transforms.parallel_block import MIN_SUMMARY
 from ..transforms.prompts_blocks import DETAILS
 from ..transforms.replies import strip_thinking
 from . import qa_data
 from .qa_data import KINDS, Item
+from .qa_figures import RAW, Cell, rows, table, weakness
 from .qa_scores import action_of, equivalence, exact_match, f1, held
-from .statistics import mean
+from .recorder import Recorder
 
 CODEC = OpenAIMessages()
 #: the same answer for the same question, as far as the server allows
 GREEDY = {"temperature": 0}
 #: tokens of an answer, and of an action
 ANSWER_TOKENS, ACTION_TOKENS = 48, 96
-RAW = "raw"
 #: what its files are marked with
 NAME = "qa"
 #: cells of an earlier way to compact or to score are not taken over
 SCORES = 2
+#: the smallest window in which anything can be asked
+LEAST_WINDOW = 512
 #: with ``--quick``: what is asked, and how short the summaries are
 QUICK = {"items": 2, "blocks": "400", "details": "concise", "summary_tokens": 96, "block_summary_tokens": 64}
-#: under this share of right answers from the raw context, the answers say more about the model than about a summary
-WEAK = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +78,6 @@ class Setting:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One question under one setting. ``equivalence`` is for actions, the other scores are for answers: ``held`` says
-    whether the answer stands in the context. ``error`` is what went wrong instead."""
-
-    key: str
-    setting: str
-    kind: str
-    item: str
-    raw_tokens: int = 0
-    context_tokens: int = 0
-    answer: str = ""
-    held: float | None = None
-    exact_match: float | None = None
-    f1: float | None = None
-    equivalence: float | None = None
-    error: str = ""
-
-
 def add_parser(kinds: Any) -> None:
     """Add ``bench qa``."""
     parser = kinds.add_parser(
@@ -103,9 +85,10 @@ def add_parser(kinds: Any) -> None:
         help="questions answered from compacted and from raw context",
         description=(
             "Multi-hop questions, questions about dialogues, and next actions, asked with the raw context and with "
-            "contexts compacted at several block sizes and details. 'held' is the share of the answers that still "
-            "stand in the context, without a model. A model that answers poorly from the raw context says little about "
-            "a summary: read EM, F1 and 'same' (the next action, by its structure) beside those of 'raw'."
+            "contexts compacted at several block sizes and details. 'raw' is the share of the context that stayed as "
+            "it was, where no smaller summary of a block came. 'held' is the share of the answers that still stand in "
+            "the context, without a model. A model that answers poorly from the raw context says little about a "
+            "summary: read EM, F1 and 'same' (the next action, by its structure) beside those of 'raw'."
         ),
     )
     parser.add_argument("--url", metavar="URL", help="an OpenAI-compatible server; default: the embedded engine")
@@ -117,7 +100,9 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--hotpotqa", type=Path, metavar="FILE", help="questions of a HotpotQA file instead of ours")
     parser.add_argument("--locomo", type=Path, metavar="FILE", help="questions of a LoCoMo file instead of ours")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"what to ask (default {','.join(KINDS)})")
-    parser.add_argument("--items", type=int, metavar="N", help="questions of each kind at most")
+    parser.add_argument(
+        "--items", type=int, metavar="N", help="questions of each kind at most; with --locomo, of each conversation"
+    )
     parser.add_argument("--blocks", help="block sizes, tokens (default 250,500,1000)")
     parser.add_argument("--details", help=f"of {','.join(DETAILS)} (default concise,detailed)")
     parser.add_argument("--summary-tokens", type=int, help="cap of the one sequential summary (default 256)")
@@ -186,21 +171,33 @@ def chosen_settings(options: argparse.Namespace) -> list[Setting]:
     """The raw context, one summary, and blocks of each size at each detail.
 
     Raises:
-        ConfigurationError: a wrong size or detail.
+        ConfigurationError: a wrong size, detail or window.
     """
     _defaults(options)
+    if options.window < LEAST_WINDOW:
+        raise ConfigurationError(f"--window {options.window}: expected at least {LEAST_WINDOW}")
     for name in ("summary_tokens", "block_summary_tokens"):
         value = getattr(options, name)
         if value is not None and value < 16:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: expected at least 16")
     settings = [Setting(name=RAW), Setting(name="summarize", max_tokens=options.summary_tokens)]
-    for size in (x for x in options.blocks.split(",") if x.strip()):
-        if not size.strip().isdigit() or int(size) < 96:
-            raise ConfigurationError(f"--blocks {options.blocks}: expected whole numbers of at least 96")
-        for detail in _names("--details", options.details, tuple(DETAILS)):
-            name, cap = f"blocks {int(size)} {detail}", options.block_summary_tokens or 0
-            settings.append(Setting(name=name, detail=detail, block_tokens=int(size), max_tokens=cap))
+    details, cap = _names("--details", options.details, tuple(DETAILS)), options.block_summary_tokens or 0
+    for size in _sizes(options.blocks):
+        for detail in details:
+            name = f"blocks {size} {detail}"
+            settings.append(Setting(name=name, detail=detail, block_tokens=size, max_tokens=cap))
     return settings
+
+
+def _sizes(value: str) -> list[int]:
+    least = 2 * MIN_SUMMARY
+    try:
+        sizes = [int(x) for x in value.split(",") if x.strip()]
+    except ValueError:  # too many digits is one as well
+        sizes = [0]
+    if any(size < least for size in sizes):
+        raise ConfigurationError(f"--blocks {value}: expected whole numbers of at least {least}")
+    return list(dict.fromkeys(sizes))
 
 
 def _names(option: str, value: str, allowed: Sequence[str]) -> list[str]:
@@ -283,8 +280,12 @@ async def ask(engine: Any, item: Item, setting: Setting) -> Cell:
     """One cell: compact, ask, and score what can be scored by itself."""
     raw = sum(map(CODEC.estimate, item.messages))
     cell = Cell(key="", setting=setting.name, kind=item.kind, item=item.id, raw_tokens=raw)
+    recorder = Recorder(engine)
     try:
-        context = await compacted(item, setting.transform(engine))
+        context = await compacted(item, setting.transform(recorder))
+        left = _left_raw(item, context)
+        if left and recorder.failed:  # not the transform's doing: as if all of it had failed
+            return replace(cell, error=f"{left:.0%} of the context stayed raw: {recorder.failed[-1]}")
         asked = [*context, {"role": "user", "content": item.ask}]
         sent = opens_with_user([m for u in units(asked, CODEC) for m in u.messages])
         limit = ACTION_TOKENS if item.kind == "action" else ANSWER_TOKENS
@@ -292,7 +293,7 @@ async def ask(engine: Any, item: Item, setting: Setting) -> Cell:
     except SmoothctxError as error:
         return replace(cell, error=f"{type(error).__name__}: {error}")
     answer = strip_thinking(reply.text)
-    cell = replace(cell, answer=answer, context_tokens=sum(map(CODEC.estimate, context)))
+    cell = replace(cell, answer=answer, context_tokens=sum(map(CODEC.estimate, context)), left_raw=left)
     if item.kind == "action":
         return cell
     kept = held("\n".join(map(CODEC.text, context)), item.answers)
@@ -307,6 +308,13 @@ async def compacted(item: Item, transform: Transform | None) -> list[dict[str, A
         return [*lead, *rest]
     request = TransformRequest(messages=rest, before=lead, codec=CODEC, options=GREEDY)
     return [*lead, *(await transform.apply(request)).messages]
+
+
+def _left_raw(item: Item, context: Sequence[dict[str, Any]]) -> float:
+    """Share of what was there to compact that still stands there as it was."""
+    there = [m for m in context if m["role"] != "system" and CODEC.summary_text(m) is None]
+    whole = sum(CODEC.estimate(m) for m in item.messages if m["role"] != "system")
+    return sum(map(CODEC.estimate, there)) / whole if whole else 0.0
 
 
 def cell_key(identity: str, item: Item, setting: Setting) -> str:
@@ -331,66 +339,6 @@ def _read(file: Path | None) -> dict[str, Cell]:
         return {cell.key: cell for cell in cells}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"--json {file}: it is not a file of this benchmark ({error})") from error
-
-
-def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The means for each setting and kind; ``None`` where there is nothing to take one of."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.kind, cell.setting), []).append(cell)
-    found = []
-    for (kind, setting), group in groups.items():
-        right = [c for c in group if not c.error]
-        raw = sum(c.raw_tokens for c in right)
-        found.append(
-            {
-                "kind": kind,
-                "setting": setting,
-                "cells": len(group),
-                "errors": len(group) - len(right),
-                "context_tokens": mean([float(c.context_tokens) for c in right]),
-                "kept": sum(c.context_tokens for c in right) / raw if raw else None,
-                "held": mean([c.held for c in right if c.held is not None]),
-                "exact_match": mean([c.exact_match for c in right if c.exact_match is not None]),
-                "f1": mean([c.f1 for c in right if c.f1 is not None]),
-                "equivalence": mean([c.equivalence for c in right if c.equivalence is not None]),
-            }
-        )
-    return found
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """The table for people: one line for each kind and setting."""
-    scores_head = " ".join(f"{name:>5}" for name in ("held", "EM", "F1", "same"))
-    head = f"{'kind':<10} {'setting':<26} {'n':>3} {'err':>3} {'tokens':>7} {'kept':>6} {scores_head}"
-    lines = [head, "-" * len(head)]
-    for row in rows(cells):
-        scores = " ".join(_score(row[k]) for k in ("held", "exact_match", "f1", "equivalence"))
-        tokens = "-" if row["context_tokens"] is None else f"{row['context_tokens']:.0f}"
-        kept = "-" if row["kept"] is None else f"{row['kept']:.0%}"
-        counts = f"{row['cells']:>3} {row['errors']:>3} {tokens:>7} {kept:>6}"
-        lines.append(f"{row['kind']:<10} {row['setting']:<26} {counts} {scores}")
-    return "\n".join(lines)
-
-
-def weakness(cells: Sequence[Cell]) -> str:
-    """What to think of the answers where the model is weak already with the raw context; empty where it is not."""
-    raw = [c for c in cells if c.setting == RAW and not c.error]
-    right = [c.exact_match for c in raw if c.exact_match is not None]
-    called = [c.equivalence is not None for c in raw if c.kind == "action"]
-    notes = []
-    if right and sum(right) < WEAK * len(right):
-        notes.append(
-            f"This model answers {sum(right):.0f} of {len(right)} questions from the raw context: EM and F1 say little "
-            "about the summaries here. Read 'held', which asks no model."
-        )
-    if called and sum(called) < WEAK * len(called):
-        notes.append(f"It calls a tool in {sum(called)} of {len(called)} actions with the raw context.")
-    return "\n".join(notes)
-
-
-def _score(value: float | None) -> str:
-    return f"{'-' if value is None else f'{value:.2f}':>5}"
 
 
 def as_json(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Mapping[str, Any]:

@@ -68,7 +68,8 @@ def load_hotpotqa(path: Path, limit: int | None = None) -> list[Item]:
         context = row["context"]
         pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
         articles = [(str(title), " ".join(s.strip() for s in sentences)) for title, sentences in pairs]
-        return [_multi_hop(str(row.get("_id") or row["id"]), articles, row["question"], [str(row["answer"])])]
+        question, answer = _text(row, "question"), _text(row, "answer")
+        return [_multi_hop(str(row.get("_id") or row["id"]), articles, question, [answer])]
 
     return _read("hotpotqa", path, read, limit)
 
@@ -91,9 +92,16 @@ def load_locomo(path: Path, limit: int | None = None) -> list[Item]:
         messages = _dialogue(str(talk["speaker_a"]), sessions)
         asked = [q for q in sample["qa"] if q.get("answer") is not None and q.get("category") != 5][:limit]
         name = str(sample.get("sample_id", n))
-        return [_talk(f"{name}-{k}", messages, q["question"], [str(q["answer"])]) for k, q in enumerate(asked)]
+        return [_talk(f"{name}-{k}", messages, _text(q, "question"), [str(q["answer"])]) for k, q in enumerate(asked)]
 
     return _read("locomo", path, read, None)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"its {name} is {value!r}")
+    return value
 
 
 def _said(turn: Mapping[str, Any]) -> str:

@@ -26,10 +26,12 @@ from ..outputs import check_file, write_whole
 from ..tokens import count_text
 from ..transforms.base import TransformRequest
 from ..transforms.parallel import ParallelSummarize
+from ..transforms.parallel_block import MIN_SUMMARY
 from ..transforms.prompts_blocks import DETAILS
 from ..transforms.summarize import Summarize
 from . import given
-from .volume_figures import row, summary, table
+from .recorder import Recorder
+from .volume_figures import row, summary, table, whole
 from .volume_simulated import Rates, measure_rates, with_simulation
 
 CODEC = OpenAIMessages()
@@ -54,24 +56,6 @@ class Settings:
 QUICK = Settings(
     tokens=1600, blocks=(400, 800), details=("concise", "very_detailed"), runs=1, workers=2, max_tokens=120
 )
-
-
-class Recorder:
-    """An engine that samples anew in each run, and remembers how its answers ended."""
-
-    # No seed: each run samples by itself, and vLLM on CPU (0.32.0) dies of a seed where a prompt comes in chunks.
-    def __init__(self, engine: Any, *, temperature: float, **options: Any) -> None:
-        self._engine = engine
-        self._options = {"temperature": temperature, **options}
-        self.identity: str = engine.identity
-        self.context_window: int | None = getattr(engine, "context_window", None)
-        self.ends: list[str | None] = []
-
-    async def complete(self, messages: list[dict[str, Any]], *, max_tokens: int | None = None, **options: Any) -> Any:
-        """Ask the engine."""
-        reply = await self._engine.complete(messages, max_tokens=max_tokens, **{**self._options, **options})
-        self.ends.append(reply.finish_reason)
-        return reply
 
 
 async def history(folder: Path, tokens: int) -> list[dict[str, Any]]:
@@ -107,7 +91,8 @@ async def measure(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measure every cell that is not there yet; ``done`` is called after each one."""
+    """Measure every cell that is not there yet; ``done`` is called after each one. Where blocks stayed raw there is no
+    sequential summary of as many tokens to compare with."""
     for run in range(settings.runs):
         for size in settings.blocks:
             for detail in settings.details:
@@ -117,7 +102,7 @@ async def measure(
                     say(row(cells[name]))
                     done()
                 matched = f"sequential/{name}"
-                if matched not in cells and cells[name]["error"] is None:
+                if matched not in cells and whole(cells[name]):
                     cells[matched] = await _sequential(engine, messages, settings, cells[name], clock)
                     say(row(cells[matched]))
                     done()
@@ -132,6 +117,7 @@ async def _parallel(
     run: int,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
+    # No seed: each run samples by itself, and vLLM on CPU (0.32.0) dies of a seed where a prompt comes in chunks.
     model = Recorder(engine, temperature=settings.temperature)
     transform = ParallelSummarize(
         model,
@@ -189,6 +175,7 @@ async def _timed(
         **about,
         "blocks": len(texts),
         "raw_messages": raw,
+        "raw_because": model.failed[-1] if raw and model.failed else None,
         "output_tokens": tokens,
         "calls": calls,
         "ended_by_cap": sum(end in _CUT for end in model.ends),
@@ -253,10 +240,13 @@ def _settings(options: argparse.Namespace) -> Settings:
     for name in own:
         given = getattr(options, name)
         if given is not None:
-            own[name] = tuple(given) if isinstance(given, list) else given
+            own[name] = tuple(dict.fromkeys(given)) if isinstance(given, list) else given
     for name in ("tokens", "runs", "workers", "max_tokens"):
         if own[name] < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} {own[name]}: expected at least 1")
+    least = 2 * MIN_SUMMARY
+    if small := [size for size in own["blocks"] if size < least]:
+        raise ConfigurationError(f"--blocks {small[0]}: expected at least {least}")
     if not 0 <= own["temperature"] <= 2:
         raise ConfigurationError(f"--temperature {own['temperature']}: expected a number between 0 and 2")
     return replace(Settings(), **own)
@@ -304,7 +294,8 @@ def _digest(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _read(file: Path | None, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The cells that an interrupted run left, if it measured the same; those that failed are measured again.
+    """The cells that an interrupted run left, if it measured the same. Those that failed are measured again, and those
+    where blocks stayed raw.
 
     Raises:
         ConfigurationError: the file is of another measurement, or no such file at all.
@@ -319,4 +310,6 @@ def _read(file: Path | None, about: Mapping[str, Any]) -> dict[str, dict[str, An
         raise ConfigurationError(f"--json {file}: it is not a file of this benchmark ({error})") from error
     if not same:
         raise ConfigurationError(f"--json {file}: it holds another measurement; name another file, or remove it")
-    return {name: cell for name, cell in cells.items() if cell["error"] is None}
+    kept = {name: cell for name, cell in cells.items() if whole(cell)}
+    # a sequential summary is as long as the blocks were: it goes with them
+    return {name: cell for name, cell in kept.items() if name.removeprefix("sequential/") in kept}

@@ -11,8 +11,14 @@ from .statistics import mean, similarity, spearman, variation
 NEARLY = 0.9
 
 
+def whole(cell: Mapping[str, Any]) -> bool:
+    """Was everything compacted? If not, its figures are of a part of the history."""
+    return cell["error"] is None and not cell.get("raw_messages")
+
+
 def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], details: Sequence[str]) -> dict[str, Any]:
-    """The figures over all runs: a row for each block size and detail, and the rank correlations."""
+    """The figures over all runs: a row for each block size and detail, and the rank correlations. Cells that failed, or
+    where blocks stayed raw, are counted and are in no figure."""
     rows: list[dict[str, Any]] = []
     for size in blocks:
         for detail in details:
@@ -20,9 +26,11 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
                 [c for c in cells.values() if (c["kind"], c["block_tokens"], c["detail"]) == (kind, size, detail)]
                 for kind in ("parallel", "sequential")
             ]
-            parallel, sequential = ([c for c in group if c["error"] is None] for group in mine)
+            parallel = [c for c in mine[0] if whole(c)]
             if not parallel:
                 continue
+            runs = {c["run"] for c in parallel}
+            sequential = [c for c in mine[1] if whole(c) and c["run"] in runs]
             figures = {
                 "block_tokens": size,
                 "detail": detail,
@@ -40,7 +48,8 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
             figures["speedup"] = _speedup(figures) if figures["matched"] else None
             rows.append(figures)
     made = [c for c in cells.values() if c["kind"] == "parallel"]
-    good = [c for c in made if c["error"] is None]
+    good = [c for c in made if whole(c)]
+    partly = [c for c in made if c["error"] is None and not whole(c)]
     calls = sum(c["calls"] for c in good)
     detail_rank = {detail: k for k, detail in enumerate(details)}
     return {
@@ -54,7 +63,9 @@ def summary(cells: Mapping[str, Mapping[str, Any]], blocks: Sequence[int], detai
             for size in blocks
         },
         "ended_by_cap": sum(c["ended_by_cap"] for c in good) / calls if calls else None,
-        "failed": len(made) - len(good),
+        "failed": len(made) - len(good) - len(partly),
+        "partly_raw": len(partly),
+        "partly_raw_of": list(dict.fromkeys(f"{c['block_tokens']} {c['detail']}" for c in partly)),
     }
 
 
@@ -80,6 +91,9 @@ def _speedup(row: Mapping[str, Any]) -> float | None:
 def row(cell: Mapping[str, Any]) -> str:
     """One cell in a line."""
     state = cell["error"] or f"{cell['blocks']} summaries"
+    if cell["error"] is None and not whole(cell):
+        why = cell.get("raw_because") or "no summary of use that was smaller"
+        state += f"; {cell['raw_messages']} messages stayed raw ({why})"
     return (
         f"{cell['kind']:<11}{cell['block_tokens']:>7}  {cell['detail']:<14}run {cell['run']}: "
         f"{cell['output_tokens']:>6} tokens {cell['wall_s']:>8.1f} s  {state}"
@@ -109,7 +123,15 @@ def table(figures: Mapping[str, Any]) -> str:
             f"no gain for {', '.join(short)}: the sequential summary ended before it had as many tokens as the blocks "
             "(the server does not take ignore_eos)"
         )
-    lines.append(f"summaries ended by the cap: {_n(figures['ended_by_cap'], 2)}; failed cells: {figures['failed']}")
+    lines.append(
+        f"summaries ended by the cap: {_n(figures['ended_by_cap'], 2)}; failed cells: {figures['failed']}; "
+        f"cells with blocks that stayed raw: {figures['partly_raw']}"
+    )
+    if figures["partly_raw"]:
+        lines.append(
+            f"blocks stayed raw in {', '.join(figures['partly_raw_of'])}: those cells are in no figure above; with "
+            "--json FILE the next run measures them again"
+        )
     if simulated:
         lines.append(
             f"simulated with the engine's own rates, tokens a second: prefill {simulated['prefill']:.0f}, decode alone "

@@ -19,12 +19,12 @@ import anyio
 from ..codec import OpenAIMessages
 from ..economics import Speed
 from ..engines.calibration import calibrate
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, EngineError, EngineProtocolError, SmoothctxError
 from ..testing import FakeEngine, run_virtual
 from ..testing.engine import TOKEN_CHARS
 from ..transforms.base import Transform, TransformRequest
 from ..transforms.parallel import ParallelSummarize
-from ..transforms.parallel_block import FRAME
+from ..transforms.parallel_block import FRAME, MIN_SUMMARY
 from ..transforms.summarize import Summarize
 
 CODEC = OpenAIMessages()
@@ -67,32 +67,58 @@ class Simulated:
 
 
 async def measure_rates(
-    engine: Any, *, workers: int, output_tokens: int = 48, clock: Callable[[], float] = time.perf_counter
+    engine: Any,
+    *,
+    workers: int,
+    output_tokens: int = 48,
+    timeout_s: float = 120.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
     """Measure the three rates; nothing else should run on the engine meanwhile.
 
     Raises:
-        EngineError: a call failed, or did not show what is to be measured.
-        TimeoutError: the calibration took too long.
+        EngineError: a call failed, did not show what is to be measured, or the calls alone or side by side took more
+            than ``timeout_s`` seconds.
     """
-    speed = await calibrate(engine, output_tokens=output_tokens, ignore_eos=True)
+    try:
+        speed = await calibrate(engine, output_tokens=output_tokens, timeout_s=timeout_s, ignore_eos=True)
+        with anyio.fail_after(timeout_s):
+            beside = await _beside(engine, workers, output_tokens, clock)
+    except TimeoutError as late:
+        raise EngineError(f"the engine's rates could not be measured within {timeout_s:g} s") from late
+    return Rates(
+        prefill=speed.prefill_tokens_per_s,
+        decode_alone=speed.decode_tokens_per_s,
+        decode_beside=beside,
+        workers=workers,
+    )
+
+
+async def _beside(engine: Any, workers: int, output_tokens: int, clock: Callable[[], float]) -> float:
+    """Tokens a second of each of so many calls at once."""
     decoded: list[int] = []
+    failed: list[SmoothctxError] = []
 
     async def ask(k: int) -> None:
         asked = [{"role": "user", "content": f"{k}: count upwards in words, without an end."}]
-        decoded.append((await engine.complete(asked, max_tokens=output_tokens, ignore_eos=True)).usage.output_tokens)
+        try:
+            done = await engine.complete(asked, max_tokens=output_tokens, ignore_eos=True)
+        except SmoothctxError as error:  # raised below: out of the group it would come wrapped
+            failed.append(error)
+            group.cancel_scope.cancel()
+        else:
+            decoded.append(done.usage.output_tokens)
 
     started = clock()
     async with anyio.create_task_group() as group:
         for k in range(workers):
             group.start_soon(ask, k)
     took = clock() - started
-    return Rates(
-        prefill=speed.prefill_tokens_per_s,
-        decode_alone=speed.decode_tokens_per_s,
-        decode_beside=sum(decoded) / workers / took,
-        workers=workers,
-    )
+    if failed:
+        raise failed[0]
+    if not sum(decoded) or took <= 0:
+        raise EngineProtocolError(f"{workers} calls at once: {sum(decoded)} tokens came in {took:.4f} s")
+    return sum(decoded) / workers / took
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +130,7 @@ def simulate(rates: Rates, *, blocks: int, block_tokens: int, tokens_each: int) 
     """
     for option, value, least in (
         ("blocks", blocks, 1),
-        ("block_tokens", block_tokens, 128),
+        ("block_tokens", block_tokens, 2 * MIN_SUMMARY),
         ("tokens_each", tokens_each, 1),
     ):
         if value < least:

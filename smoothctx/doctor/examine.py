@@ -22,10 +22,14 @@ from .findings import Finding, seconds
 _START_S = 0.05
 #: looks at a server that may be busy with others all the time
 _SETTLE = 40
+#: seconds below which a difference between two calls says nothing, however equal the short ones are
+_NOISE_S = 0.02
 #: parts of the prompt that stay in front of the replaced middle, and that are replaced
 _HEAD, _MIDDLE = 0.4, 0.3
 #: what a background request may add to a foreground call's first token: seconds, or a share of it
 _ADDED_S, _ADDED = 0.1, 0.15
+#: why time told nothing
+_TOO_FAST = ": these prompts take no time that could be told from chance; ask again with more --tokens"
 _WORDS = (
     "router cache pool worker lock retry queue shard index token batch prefix session replica schema parser branch "
     "commit buffer socket thread kernel packet cursor ledger mirror signal vector window anchor beacon canvas"
@@ -97,12 +101,15 @@ class _Doctor:
         self._run = secrets.token_hex(4)  # no prompt of an earlier run is cached
         self._reports = False
         self._floor_s = 0.0
+        self._noise_s = _NOISE_S  # a prompt's time tells nothing where it is no longer than this
 
     async def run(self) -> Examination:
         say, repeats = self._say, self._settings.repeats
         say("a short prompt")
-        short = [await self._ask(self._text(24)) for _ in range(max(2, repeats))]
-        self._floor_s = min(call.ttft_s for call in short)
+        await self._ask(self._text(24))  # what is loaded lazily is there now
+        short = [(await self._ask(self._text(24))).ttft_s for _ in range(max(2, repeats))]
+        self._floor_s = min(short)
+        self._noise_s = max(_NOISE_S, 2 * (max(short) - min(short)))  # half of a prompt's time decides
         text, other = self._text(160), self._text(24)
         more = (await self._ask(text)).tokens - (await self._ask(other)).tokens
         self._per_token = max(1.0, (len(text) - len(other)) / max(1, more))
@@ -122,7 +129,7 @@ class _Doctor:
         say("load, slots and positions")
         findings += [self._priority(), self._metrics(await self._load()), self._slots(), await self._positions()]
         work_s = cold_s - self._floor_s
-        rate = self._settings.tokens * self._per_token / work_s if work_s > 0 else None
+        rate = self._settings.tokens * self._per_token / work_s if work_s > self._noise_s else None
         return Examination(self._engine.capabilities or self._known, findings, rate)
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -153,7 +160,8 @@ class _Doctor:
         messages = [{"role": "user", "content": text}]
         options = {**self._slot(slot), **self._engine.priority_options("foreground")}
         done = await self._engine.complete(messages, max_tokens=1, temperature=0, **options)
-        self._reports = self._reports or done.usage.cached_tokens is not None
+        told = done.usage.cached_tokens is not None and done.usage.input_tokens > 0
+        self._reports = self._reports or told
         ttft = done.ttft_s if done.ttft_s is not None else done.total_s
         return _Call(ttft, done.usage.input_tokens, done.usage.cached_tokens)
 
@@ -168,6 +176,7 @@ class _Doctor:
         tokens = round(statistics.median(c.tokens for c in again))
         cached = round(statistics.median(c.cached or 0 for c in again))
         saved = (cold_s - again_s) / work_s
+        timed = self._reports or work_s > self._noise_s
         good = cached >= 0.5 * tokens if self._reports else saved >= 0.5
         told = f"{cached:,} of {tokens:,} tokens cached, " if self._reports else f"{tokens:,} tokens, "
         how = "" if self._reports else " (judged by time: the server does not report cached tokens)"
@@ -177,14 +186,16 @@ class _Doctor:
             if block is not None and block >= tokens
             else ""
         )
+        if not timed:
+            why = _TOO_FAST
         return Finding(
             name="prefix cache",
-            status="ok" if good else "bad",
+            status="unknown" if not timed else "ok" if good else "bad",
             found=f"the same prompt again: {told}TTFT {seconds(cold_s)} -> {seconds(again_s)}{how}{why}",
             advice=""
-            if good
+            if good or not timed
             else self._advice("cache", "use a server that caches prefixes, and send equal prefixes byte for byte"),
-            effect_s=None if good else max(0.0, cold_s - self._floor_s),
+            effect_s=None if good or not timed else max(0.0, cold_s - self._floor_s),
             data={
                 "cold_s": cold_s,
                 "again_s": again_s,
@@ -206,11 +217,10 @@ class _Doctor:
         expected = round(share * tokens)
         work_s = max(1e-9, cold_s - self._floor_s)
         block = self._known.block_size or 1
-        kept = (
-            cached >= 0.6 * expected - block
-            if self._reports and expected > block
-            else (cold_s * (1 - _MIDDLE) - took) / work_s >= 0.2
-        )
+        counted = self._reports and expected > block
+        if not counted and work_s <= self._noise_s:
+            return Finding(name=name, status="unknown", found=f"TTFT {seconds(took)} after a change{_TOO_FAST}")
+        kept = cached >= 0.6 * expected - block if counted else (cold_s * (1 - _MIDDLE) - took) / work_s >= 0.2
         told = f"{cached:,} of the {expected:,} tokens before it stayed cached, " if self._reports else ""
         return Finding(
             name=name,

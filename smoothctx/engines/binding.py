@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..foreground import Foreground
 from .flavours import Level
-from .preload import Preloader, PreloadReport
+from .preload import Preloader, PreloadReport, Warmth
 
 View = Callable[[], Sequence[Mapping[str, Any]]]
 
@@ -37,11 +37,15 @@ class EngineBinding(Protocol):
         foreground: Foreground,
         needed: Callable[[], bool],
         hurried: Callable[[float | None], bool],
+        may: Callable[[], bool] = lambda: True,
+        warmth: Warmth | None = None,
     ) -> PreloadReport:
         """Warm the cache with ``view()``, out of the foreground's way, until it is warm to its end or not needed.
 
         ``hurried(rate)`` says that idle time alone is too little at that prefill rate (tokens per second): work
-        may then go on beside the foreground's decode, never beside its prefill.
+        may then go on beside the foreground's decode, never beside its prefill. ``may()`` is asked before each
+        request. ``warmth`` says what of it is warm: this goes on from there, and it is dropped when its place is used
+        for something else.
         """
         ...
 
@@ -82,6 +86,9 @@ class Prefiller(Protocol):
 class Binding:
     """For servers that cache prefixes by themselves: a priority and a salt where they are understood, and preload."""
 
+    #: what is warm is found by its content, whichever session sends it
+    by_content = True
+
     def __init__(self, engine: Prefiller, session_id: str, *, preloader: Preloader | None = None) -> None:
         self._engine = engine
         self._id = session_id
@@ -111,13 +118,17 @@ class Binding:
         foreground: Foreground,
         needed: Callable[[], bool],
         hurried: Callable[[float | None], bool],
+        may: Callable[[], bool] = lambda: True,
+        warmth: Warmth | None = None,
     ) -> PreloadReport:
         """With the agent's own request options, at the lowest priority."""
 
         async def send(messages: Sequence[Mapping[str, Any]]) -> Any:
             return await self._engine.prefill(messages, **{**request, **self._options("lookahead")})
 
-        return await self._preloader.run(send, view, foreground=foreground, needed=needed, hurried=hurried)
+        return await self._preloader.run(
+            send, view, foreground=foreground, needed=needed, hurried=hurried, may=may, warmth=warmth
+        )
 
     def committed(self, warm: bool) -> None:
         """Nothing to switch."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from ..economics import Speed
+from ..economics import Speed, check_number
 from ..errors import ConfigurationError, EngineProtocolError
 from .completion import Completion
 
@@ -92,6 +92,7 @@ async def calibrate(
     for option, value, least in (("output_tokens", output_tokens, MIN_DECODED + 1), ("rounds", rounds, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{option}={value!r}: expected a whole number of at least {least}")
+    check_number("timeout_s", timeout_s, above=True, infinite=True)
     found: dict[int, list[Sample]] = {short: [], long: []}
     with anyio.fail_after(timeout_s):
         await engine.complete(_prompt(16), max_tokens=2, **options)  # what is loaded lazily is there now

@@ -6,6 +6,7 @@ read from ``usage.prompt_tokens_details.cached_tokens`` and are ``None`` where t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -23,12 +24,9 @@ from .http import Server
 from .load import Load, read_load, read_slots
 from .preload import CHUNK_DELAY_S, Preloader, Strategy
 from .slots import SlotBinding, SlotTable
-from .wire import read_events
+from .wire import read_events, without_delivery
 
 __all__ = ("Completion", "OpenAIEngine", "Rates", "Stream")
-
-#: options that ``prefill`` sets by itself
-_OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "stream", "stream_options", "n"})
 
 
 class OpenAIEngine(Server):
@@ -74,7 +72,14 @@ class OpenAIEngine(Server):
             raise ConfigurationError(f"model={model!r}: expected the model's name as the server knows it")
         if preload_strategy not in (None, "growing", "abort"):
             raise ConfigurationError(f"preload_strategy={preload_strategy!r}: expected 'growing', 'abort' or None")
-        if isinstance(chunk_delay_s, bool) or not isinstance(chunk_delay_s, int | float) or not chunk_delay_s > 0:
+        if context_window is not None and (
+            isinstance(context_window, bool) or not isinstance(context_window, int) or context_window < 1
+        ):
+            raise ConfigurationError(f"context_window={context_window!r}: expected a number of tokens above 0, or None")
+        if preload is not None and not isinstance(preload, bool):
+            raise ConfigurationError(f"preload={preload!r}: expected True, False or None")
+        number = isinstance(chunk_delay_s, int | float) and not isinstance(chunk_delay_s, bool)
+        if not number or not 0 < chunk_delay_s < math.inf:
             raise ConfigurationError(f"chunk_delay_s={chunk_delay_s!r}: expected seconds above 0")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ConfigurationError("cache_salt: expected a text that is not empty, or None (its value is not shown)")
@@ -148,8 +153,7 @@ class OpenAIEngine(Server):
         Raises:
             EngineError: see its subclasses.
         """
-        kept = {name: value for name, value in options.items() if name not in _OUTPUT}
-        return await self.complete(messages, max_tokens=1, **kept)
+        return await self.complete(messages, max_tokens=1, **without_delivery(options))
 
     async def probe(self, *, timeout_s: float = 5.0, again: bool = False) -> Capabilities:
         """Find out which server this is and what it can do, and remember it; a second call gives what is known.
@@ -158,7 +162,7 @@ class OpenAIEngine(Server):
         with priority scheduling, one short completion is among it: only that shows that a priority is accepted.
 
         Raises:
-            EngineUnreachable: when no server is there.
+            EngineUnreachable: when no server is there, or it is not ready.
         """
         if self.capabilities is None or again:
             found = await probe(self, timeout_s)

@@ -29,6 +29,8 @@ Level = Literal["foreground", "promoted", "lookahead"]
 _PATHS = ("/version", "/props", "/get_server_info", "/server_info", "/metrics", "/v1/models", "/slots")
 #: the part of the time that these may take
 _FIRST = 0.6
+#: a server that still loads its model, or a proxy in front of one
+_NOT_READY = (502, 503, 504)
 #: how far behind the foreground's each level stands. SGLang preempts where the difference is above 10 (its default)
 _RANKS: Mapping[Level, int] = {"foreground": 0, "promoted": 1, "lookahead": 20}
 _OWNERS: Mapping[str, Flavour] = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
@@ -105,7 +107,7 @@ async def probe(engine: OpenAIEngine, timeout_s: float) -> Capabilities:
     """Find out what the server behind ``engine`` is and can do, within ``timeout_s`` seconds.
 
     Raises:
-        EngineUnreachable: when no server is there.
+        EngineUnreachable: when no server is there, or it is not ready.
         ClosedError: when the engine was closed.
     """
     found = _Found()
@@ -116,6 +118,8 @@ async def probe(engine: OpenAIEngine, timeout_s: float) -> Capabilities:
             await _each(engine, found, asked)
         if not found.answers and found.errors and len(found.errors) == len(_PATHS):
             raise found.errors[0]
+        if found.answers and all(answer.status in _NOT_READY for answer in found.answers.values()):
+            raise EngineUnreachable(f"{engine.root}: not ready (every answer has status 502, 503 or 504)")
         flavour = _flavour(found, engine.root)
         if flavour in ("vllm", "sglang", "llama.cpp"):
             posts: dict[str, Mapping[str, Any]] = {

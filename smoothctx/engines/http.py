@@ -42,7 +42,7 @@ class Server:
         if not isinstance(base_url, str) or not is_url(base_url):
             shown = base_url.rpartition("@")[2] if isinstance(base_url, str) else base_url  # no password of it
             raise ConfigurationError(f"base_url={shown!r}: expected http://host:port or https://host, /v1 or not")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
             raise ConfigurationError(f"timeout_s={timeout_s!r}: expected seconds above 0")
         if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
             raise ConfigurationError("api_key: expected printable ASCII without line breaks (its value is not shown)")

@@ -36,9 +36,59 @@ MAX_WAIT_S = 3600.0
 _TAIL = 16
 #: aborts in a row after which one request for all of it is no way forward, where nothing of it is known to stay
 _ABORTS = 3
+#: answers in a row that deny that what was evaluated before stayed, after which nothing is sent any more
+_MISSES = 3
+#: aborts in a row after which what an earlier run has warmed is taken for evicted: it is warmed again chunk by chunk
+_EVICTED = 2
+#: tokens that a server may need to cache anything, where its answers have not shown yet that it takes fewer
+_GRAIN = 1024
 
 Messages = Sequence[Mapping[str, Any]]
 Send = Callable[[Messages], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Warmth:
+    """What is known to be warm of one view, in one place: a slot, or a cache that finds prefixes by their content.
+
+    A later run goes on from it. Whoever uses the place for something else drops it.
+    """
+
+    #: what the server has evaluated, without the stubs; its characters, and its tokens as the server counted them
+    part: Messages = ()
+    done: int = 0
+    tokens: int = 0
+    #: a request for it went out: the place may hold some of it
+    begun: bool = False
+    #: the last answers in a row that deny that what was evaluated before stayed
+    misses: int = 0
+    epoch: int = 0  # it was dropped so often
+
+    def drop(self) -> None:
+        """Nothing of it is known to be warm any more."""
+        self.begun, self.misses, self.epoch = False, 0, self.epoch + 1
+        self.restart()
+
+    def restart(self) -> None:
+        """It is to be evaluated from the beginning."""
+        self.part, self.done, self.tokens = (), 0, 0
+
+    def fit(self, messages: Messages) -> None:
+        """Keep of it what ``messages`` begin with, too."""
+        if not self.done or head(messages, self.done)[0] == self.part:
+            return
+        part = []
+        for ours, theirs in zip(self.part, messages, strict=False):
+            if ours != theirs:
+                break
+            part.append(theirs)
+        self.part, self.done, self.tokens = part, size_of(part), 0
+
+    def covers(self, messages: Messages, spare: int) -> bool:
+        """Is it the beginning of ``messages``, with at most ``spare`` characters behind it?"""
+        if not self.done or self.misses or size_of(messages) - self.done > spare:
+            return False
+        return head(messages, self.done)[0] == self.part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +134,7 @@ class Preloader:
         self._speed: float | None = None  # the same in new characters per second
         self._last = FIRST_CHUNK
         self._per_token: float | None = None  # characters
+        self._grain: int | None = None  # the fewest tokens that an answer reported as cached
 
     async def run(
         self,
@@ -94,52 +145,79 @@ class Preloader:
         needed: Callable[[], bool],
         hurried: Callable[[float | None], bool] = lambda rate: False,
         keeps: bool = False,
+        may: Callable[[], bool] = lambda: True,
+        warmth: Warmth | None = None,
     ) -> PreloadReport:
-        """Warm ``view()`` until nothing is left of it, or until it is not needed any more.
+        """Warm ``view()`` until nothing is left of it, until it is not needed any more, or until the server's answers
+        have shown that nothing stays.
 
         ``hurried(rate)`` says that idle time alone is too little at that rate (tokens per second); work then goes on
         beside the foreground's decode. ``keeps``: the engine is known to keep what an aborted request evaluated.
+        ``may()`` is asked before each request, last of all, and whenever the foreground changes. ``warmth``: what is
+        warm already, from which this goes on, and what it has come to at the end.
 
         Raises:
             Exception: whatever ``send`` raises, as it is.
         """
-        warm: Messages = ()  # what the server has evaluated, without the stubs
-        done, requests, aborted, tokens, in_row = 0, 0, 0, 0, 0
+        warmth = Warmth() if warmth is None else warmth
+        carried = warmth.done > 0
+        requests, aborted, in_row = 0, 0, 0
         usage = Usage()
         complete = False
 
         def allowed() -> bool:
-            return foreground.room and (not foreground.busy or (not foreground.prefilling and hurried(self.rate)))
+            idle = not foreground.busy or (not foreground.prefilling and hurried(self.rate))
+            return foreground.room and idle and may()
 
         while needed():
             messages = view()
-            if done and head(messages, done)[0] != warm:
-                done, tokens = 0, 0  # another view than before: nothing of it is known to be warm
-            total = sum(map(_size, messages))
-            if done >= total:
+            warmth.fit(messages)
+            total = size_of(messages)
+            if warmth.misses >= _MISSES:
+                break
+            if warmth.done >= total and not warmth.misses:  # else it is sent once more: did it stay now?
                 complete = True
                 break
             await foreground.wait_until(lambda: allowed() or not needed())
             if not needed():
                 break
+            done, tokens, epoch = warmth.done, warmth.tokens, warmth.epoch
             whole = self._whole() and (keeps or in_row < _ABORTS)
             part, upto = head(messages, total if whole else self._end(done, tokens, total))
             prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
+            warmth.begun = True
             with foreground.warming():
                 reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
             if reply is None:
                 aborted, in_row = aborted + 1, in_row + 1
+                if carried and not requests and in_row >= _EVICTED:
+                    warmth.restart()
                 continue
             requests, in_row = requests + 1, 0
-            self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
-            more = reply.usage.input_tokens - tokens
-            if tokens and more > 0:
-                self._per_token = _mean(self._per_token, max(0.25, (upto - done) / more))
             usage = usage + reply.usage
-            tokens = reply.usage.input_tokens
-            warm, done = part, upto
-        return PreloadReport(complete=complete, tokens=tokens, requests=requests, aborted=aborted, usage=usage)
+            if upto > done:
+                self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
+                more = reply.usage.input_tokens - tokens
+                if tokens and more > 0:
+                    self._per_token = _mean(self._per_token, max(0.25, (upto - done) / more))
+            if warmth.epoch != epoch:
+                continue  # what it went to is used for something else by now
+            self._judge(warmth, reply.usage)
+            warmth.part, warmth.done, warmth.tokens = part, upto, reply.usage.input_tokens
+        return PreloadReport(complete=complete, tokens=warmth.tokens, requests=requests, aborted=aborted, usage=usage)
+
+    def _judge(self, warmth: Warmth, usage: Usage) -> None:
+        """Did what was evaluated before stay, by this answer? Where it cannot tell, nothing changes."""
+        cached, block = usage.cached_tokens, self._block()
+        if cached is None:
+            return
+        if cached:
+            self._grain = min(cached, self._grain or cached)
+        grain = block or self._grain or _GRAIN
+        expected = (warmth.tokens - _TAIL) // grain * grain
+        if expected > 0:
+            warmth.misses = 0 if cached >= expected / 2 else warmth.misses + 1
 
     def _whole(self) -> bool:
         strategy = self._strategy if isinstance(self._strategy, str) else self._strategy()
@@ -213,6 +291,11 @@ def _size(message: Mapping[str, Any]) -> int:
     for call in message.get("tool_calls") or ():
         size += len(str(call))
     return max(1, size)
+
+
+def size_of(messages: Messages) -> int:
+    """Characters of a conversation, as preloads count them."""
+    return sum(map(_size, messages))
 
 
 def head(messages: Messages, size: int) -> tuple[list[Mapping[str, Any]], int]:

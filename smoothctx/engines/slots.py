@@ -2,8 +2,9 @@
 
 The summariser extends the agent's own cache: its slot is copied to the spare one (save and restore, measured at
 34 ms for 2,500 tokens), so it neither waits for the agent's slot nor evicts it. Then the new view is preloaded
-into the spare slot, and the commit makes the agent's next call go there. A sub-agent's opening is warmed in a slot of
-its own, which its session takes over when it begins.
+into the spare slot, and the commit makes the agent's next call go there. While that view waits for its commit, another
+summariser of the session gets a slot beside it. A sub-agent's opening is warmed in a slot of its own, which its session
+takes over when it begins.
 
 The server stops a request when its connection closes (it notices within about a second, between two batches) and
 keeps what it has evaluated. So by default a preload is one request, aborted when a turn begins and sent again after it.
@@ -17,9 +18,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError
+from ..errors import ClosedError, EngineError
 from ..foreground import Foreground
-from .preload import Preloader, PreloadReport
+from .preload import Preloader, PreloadReport, Warmth
 
 if TYPE_CHECKING:
     from .binding import EngineBinding
@@ -71,8 +72,19 @@ class SlotTable:
             return offer.slot
 
 
+@dataclass(slots=True, eq=False)
+class _Desk:
+    """A slot in which summarisers of one session write."""
+
+    slot: int
+    writers: int = 0
+
+
 class SlotBinding:
-    """One session's slots: the agent's, and a spare one while a lookahead is under way or likely."""
+    """One session's slots: the agent's, and a spare one while a lookahead is under way or likely. Thread-safe.
+
+    Once closed it takes none any more.
+    """
 
     def __init__(
         self, engine: OpenAIEngine, table: SlotTable, session_id: str, *, preloader: Preloader, begun: bool = True
@@ -83,8 +95,11 @@ class SlotBinding:
         self._agent = table.take() if begun else None
         self._offer: Offer | None = None  # of a warm slot that waits for its agent
         self._spare: int | None = None
-        self._preloaded = False  # the spare slot holds (part of) the view of the present lookahead
+        self._held: Warmth | None = None  # of what was sent to the spare slot, in part at least
+        self._desk: _Desk | None = None
+        self._closed = False
         self._preloader = preloader
+        self._lock = threading.RLock()
 
     @property
     def rate(self) -> float | None:
@@ -93,27 +108,66 @@ class SlotBinding:
 
     def request_options(self) -> Mapping[str, Any]:
         """The agent's slot."""
-        return {} if self._agent is None else {"id_slot": self._agent, "cache_prompt": True}
+        agent = self._agent
+        return {} if agent is None else {"id_slot": agent, "cache_prompt": True}
 
     def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
-        """Run the summariser in the spare slot, on a copy of the agent's cache (``engine.stream`` understands it)."""
+        """Run the summariser beside the agent's slot, on a copy of its cache (``engine.stream`` understands it)."""
         return {"lookahead": lambda: self._aligned(foreground, urgent)}
 
     @asynccontextmanager
     async def _aligned(self, foreground: Foreground, urgent: Callable[[], bool]) -> AsyncGenerator[Mapping[str, Any]]:
-        spare = self._take_spare()
-        if spare is None or self._agent is None:
+        desk = self._sit()
+        if desk is None:
             yield {}
             return
-        await foreground.wait_until(lambda: not foreground.busy or urgent())
-        self._preloaded = False
-        file = {"filename": f"to-slot-{spare}.bin"}  # overwritten by the next copy: no more files than slots
         try:
-            await self._engine.post_json(f"/slots/{self._agent}?action=save", file)
-            await self._engine.post_json(f"/slots/{spare}?action=restore", file)
-        except EngineError:
-            pass  # without the copy the prompt is evaluated anew: slower, never wrong
-        yield {"id_slot": spare, "cache_prompt": True}
+            await foreground.wait_until(lambda: not foreground.busy or urgent())
+            agent = self._agent
+            if agent is None or self._desk is not desk:  # the slots went back meanwhile
+                yield {}
+                return
+            file = {"filename": f"to-slot-{desk.slot}.bin"}  # overwritten by the next copy: no more files than slots
+            try:
+                await self._engine.post_json(f"/slots/{agent}?action=save", file)
+                await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
+            except EngineError:
+                pass  # without the copy the prompt is evaluated anew: slower, never wrong
+            yield {"id_slot": desk.slot, "cache_prompt": True}
+        finally:
+            self._rise(desk)
+            foreground.poke()  # a preload may wait for its slot
+
+    def _sit(self) -> _Desk | None:
+        """A place to write: the spare slot, but for one that holds a view; then one beside it."""
+        with self._lock:
+            if self._agent is None:
+                return None
+            if self._desk is None:
+                slot = None if self._holds else self._take_spare()
+                if slot is not None:
+                    self._spare = None
+                elif self._holds:
+                    slot = self._table.take()
+                    if slot is None:  # better warm the view again than put an agent's own slot at risk
+                        slot, self._spare = self._spare, None
+                        self._drop()
+                if slot is None:
+                    return None
+                self._desk = _Desk(slot)
+            self._desk.writers += 1
+            return self._desk
+
+    def _rise(self, desk: _Desk) -> None:
+        """The last one leaves the slot for the view that comes of it."""
+        with self._lock:
+            desk.writers -= 1
+            if self._desk is desk and not desk.writers:
+                self._desk = None
+                if self._spare is None:
+                    self._spare = desk.slot
+                else:
+                    self._table.give(desk.slot)
 
     async def preload(
         self,
@@ -123,36 +177,66 @@ class SlotBinding:
         foreground: Foreground,
         needed: Callable[[], bool],
         hurried: Callable[[float | None], bool],
+        may: Callable[[], bool] = lambda: True,
+        warmth: Warmth | None = None,
     ) -> PreloadReport:
-        """Evaluate the view in the spare slot, in idle time; beside the foreground's decode when time is short."""
-        spare = self._take_spare()
-        if spare is None:
+        """Evaluate the view in the spare slot, in idle time; beside the foreground's decode when time is short.
+
+        What another view has there is lost; its own preload ends then.
+        """
+        own = Warmth() if warmth is None else warmth
+        if self._take_spare() is None and self._desk is None:
             return PreloadReport(complete=False)
+        sent = False
+
+        def wanted() -> bool:
+            return not self._closed and (not sent or self._held is own) and needed()
 
         async def send(messages: Sequence[Mapping[str, Any]]) -> Any:
-            self._preloaded = True
+            nonlocal sent
+            with self._lock:
+                spare = self._take_spare()
+                if spare is None:
+                    raise ClosedError(f"the slots of session {self._id!r} went back")
+                if self._held is not own:
+                    self._drop()
+                    self._held = own
+                sent = True
             return await self._engine.prefill(messages, **{**request, "id_slot": spare, "cache_prompt": True})
 
         return await self._preloader.run(
             send,
             view,
             foreground=foreground,
-            needed=needed,
+            needed=wanted,
             hurried=lambda rate: hurried(rate or self._engine.rates.prefill),
             keeps=True,
+            may=lambda: may() and self._take_spare() is not None,
+            warmth=own,
         )
+
+    @property
+    def _holds(self) -> bool:
+        """Does the spare slot hold (part of) a view that may still be committed?"""
+        return self._spare is not None and self._held is not None and self._held.begun
 
     def committed(self, warm: bool) -> None:
         """The agent moves to the slot that was preloaded; its old one becomes the spare."""
-        if self._preloaded and self._spare is not None:
-            self._agent, self._spare = self._spare, self._agent
-        self._preloaded = False
-        self._give_spare()
+        with self._lock:
+            if self._holds and self._agent is not None:
+                self._agent, self._spare = self._spare, self._agent
+            elif self._holds:
+                self._agent, self._spare = self._spare, None
+            self._held = None
+            self._give_spare()
 
     def discarded(self) -> None:
         """What the spare slot holds is of no use."""
-        self._preloaded = False
-        self._give_spare()
+        with self._lock:
+            self._give_spare()
+            if self._desk is not None:
+                self._table.give(self._desk.slot)
+                self._desk = None
 
     def opening(self) -> SlotBinding:
         """Of a sub-agent that has not begun: it has no slot but the one in which its opening is warmed."""
@@ -160,38 +244,53 @@ class SlotBinding:
 
     def offer(self) -> None:
         """Nobody may ever send what is warm here: until it is taken over, others may have the slot."""
-        if self._spare is not None:
-            self._offer, self._spare = self._table.offer(self._spare), None
+        with self._lock:
+            if self._spare is not None:
+                self._offer, self._spare = self._table.offer(self._spare), None
 
     def take_over(self, opening: EngineBinding) -> None:
         """The agent goes to the slot in which its opening was warmed, and gives its own back."""
         warm = opening.handed(self._table) if isinstance(opening, SlotBinding) else None
-        if warm is not None:
-            self._table.give(self._agent)
-            self._agent = warm
+        with self._lock:
+            if warm is not None and self._closed:
+                self._table.give(warm)
+            elif warm is not None:
+                self._table.give(self._agent)
+                self._agent = warm
 
     def handed(self, table: SlotTable) -> int | None:
         """Hand the slot of an opening over to its agent on the same server; ``None`` where it has none any more."""
         if table is not self._table:
             return None
-        slot, self._spare = self._spare, None
-        offer, self._offer = self._offer, None
+        with self._lock:
+            slot, self._spare = self._spare, None
+            offer, self._offer = self._offer, None
         return slot if offer is None else table.reclaim(offer)
 
     def close(self) -> None:
-        """The slots go back."""
-        self._table.give(self._agent)
-        self._agent = None
-        if self._offer is not None:
-            self._table.give(self._table.reclaim(self._offer))
-        self._offer = None
-        self._give_spare()
+        """The slots go back, and none is taken any more."""
+        with self._lock:
+            self._closed = True
+            self._table.give(self._agent)
+            self._agent = None
+            if self._offer is not None:
+                self._table.give(self._table.reclaim(self._offer))
+            self._offer = None
+            self.discarded()
 
     def _take_spare(self) -> int | None:
-        if self._spare is None:
-            self._spare = self._table.take()
-        return self._spare
+        with self._lock:
+            if self._spare is None and not self._closed:
+                self._spare = self._table.take()
+            return self._spare
 
     def _give_spare(self) -> None:
+        self._drop()
         self._table.give(self._spare)
         self._spare = None
+
+    def _drop(self) -> None:
+        """What the spare slot holds is lost."""
+        if self._held is not None:
+            self._held.drop()
+        self._held = None

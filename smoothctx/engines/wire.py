@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 
 from ..errors import EngineError, EngineOverloaded, EngineProtocolError, EngineRefused, EngineUnreachable
+from ..retry import retry_after
 from ..usage import Usage
 
 #: HTTP statuses after which the same request may work later
@@ -23,6 +23,17 @@ _HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the UR
 _LINE = 16 * 1024 * 1024
 #: the event that ends a stream
 DONE: dict[str, Any] = {}
+#: request options that say how long an answer is and how it is delivered: prefill sets them by itself
+_DELIVERY = frozenset(
+    "messages max_tokens max_completion_tokens min_tokens n_predict n best_of use_beam_search stream stream_options "
+    "ignore_eos logprobs top_logprobs prompt_logprobs".split()
+)
+#: and those that shape the agent's own answers: no other answer to the same prompt may take their form
+_FORM = frozenset(
+    "response_format stop stop_token_ids tool_choice function_call logit_bias bad_words allowed_token_ids "
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema grammar regex ebnf "
+    "continue_final_message add_generation_prompt prediction modalities audio".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +100,25 @@ def dicts(value: Any) -> list[dict[str, Any]]:
     return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
+def without_delivery(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the agent's request, for a call that only evaluates its prompt."""
+    return {name: value for name, value in options.items() if name not in _DELIVERY}
+
+
+def without_form(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the agent's request, for another question behind its prompt: what its prompt and model are made of."""
+    return {name: value for name, value in without_delivery(options).items() if name not in _FORM}
+
+
 def is_url(text: str) -> bool:
     """Is this the address of a server?"""
     try:
         url = httpx.URL(text)
-    except httpx.InvalidURL:
+        host, port = url.host, url.port
+    except (httpx.InvalidURL, ValueError):  # a host that is no name (UnicodeError), too
         return False
-    return url.scheme in ("http", "https") and bool(url.host) and not url.query and not url.fragment
+    known = bool(host) and (port is None or 0 < port < 65536)
+    return known and url.scheme in ("http", "https") and not url.query and not url.fragment
 
 
 def shown(message: Mapping[str, Any]) -> str:
@@ -106,16 +129,25 @@ def shown(message: Mapping[str, Any]) -> str:
     return "".join(parts) + (str(calls) if calls else "")
 
 
-def read_usage(usage: Mapping[str, Any]) -> Usage:
-    """OpenAI usage as ours; cached tokens only where the server reported them."""
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+def read_usage(usage: object) -> Usage:
+    """OpenAI usage as ours, from a mapping or an object of an SDK, by the names of chat completions or of responses.
+
+    Cached tokens only where the server reported them; more of them than the prompt has are no report.
+    """
+    prompt = _count(_field(usage, "prompt_tokens", "input_tokens")) or 0
+    cached = _count(_field(_field(usage, "prompt_tokens_details", "input_tokens_details"), "cached_tokens"))
     return Usage(
-        input_tokens=_count(usage.get("prompt_tokens")) or 0,
-        output_tokens=_count(usage.get("completion_tokens")) or 0,
-        cached_tokens=_count(cached),
+        input_tokens=prompt,
+        output_tokens=_count(_field(usage, "completion_tokens", "output_tokens")) or 0,
+        cached_tokens=None if cached is None or cached > prompt else cached,
         calls=1,
     )
+
+
+def _field(value: object, *names: str) -> Any:
+    """The first of these that is there."""
+    given = (value.get(n) if isinstance(value, Mapping) else getattr(value, n, None) for n in names)
+    return next((v for v in given if v is not None), None)
 
 
 def _count(value: Any) -> int | None:
@@ -142,16 +174,8 @@ def raise_for_status(url: str, status: int, text: str, headers: Mapping[str, str
         said = text.strip()[:_ERROR_TEXT]
     what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
     if status in _RETRYABLE or status >= 500:
-        raise EngineOverloaded(what, status=status, retry_after_s=_retry_after(headers))
+        raise EngineOverloaded(what, status=status, retry_after_s=retry_after(headers))
     raise EngineRefused(what + _HINTS.get(status, ""), status=status)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def unreachable(url: str, error: httpx.HTTPError) -> EngineError:

@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from ..retry import seeded
+
 T = TypeVar("T")
 
 #: seconds below which asyncio takes two times for one
@@ -214,10 +216,11 @@ def announce_thread(loop: asyncio.AbstractEventLoop | None = None) -> Generator[
 
 
 def run_virtual(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run ``main`` on a new :class:`VirtualTimeLoop` and return its result; the loop is closed afterwards.
+    """Run ``main`` on a new :class:`VirtualTimeLoop` and return its result; the loop is closed afterwards. The waits
+    between retries have the same jitter at each run.
 
     Raises:
         DeadlockError: when every task waits for another.
     """
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with seeded(0), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main())

@@ -20,6 +20,7 @@ from ..engines.client import Completion, Rates
 from ..engines.flavours import Capabilities, Level
 from ..engines.load import Load
 from ..engines.preload import Preloader
+from ..engines.wire import without_delivery
 from ..errors import ClosedError, ConfigurationError, EngineProtocolError, EngineRefused, EngineUnreachable
 from ..usage import Usage
 from .cache import BlockCache, Cache, SlotCache
@@ -32,7 +33,6 @@ from .turnstile import Turnstile
 TOKEN_CHARS = 4
 #: options that are written into the prompt, before the messages
 _IN_PROMPT = ("tools", "chat_template_kwargs")
-_OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "stream", "stream_options", "n"})
 
 
 @dataclass(slots=True)
@@ -229,8 +229,7 @@ class FakeEngine:
         Raises:
             EngineError: as :meth:`complete`.
         """
-        kept = {name: value for name, value in options.items() if name not in _OUTPUT}
-        return await self.complete(messages, max_tokens=1, **kept)
+        return await self.complete(messages, max_tokens=1, **without_delivery(options))
 
     @asynccontextmanager
     async def stream(

@@ -12,6 +12,7 @@ import anyio
 from ..blocks import Block, cut, share
 from ..errors import ConfigurationError, InvalidOutput, TransformError
 from ..segments import segment
+from ..tokens import count_text
 from ..usage import Usage
 from . import facts as durable
 from .base import Locality, Rewrite, Size, TransformRequest, check_size, fingerprint
@@ -161,20 +162,32 @@ class ParallelSummarize:
             raise TransformError("parallel_summarize: there are no messages to summarise")
         shown = list(request.messages if request.shown is None else request.shown)
         ours = {id(m) for m in request.messages}
+        elsewhere: tuple[str, ...] = ()  # pins that stand in no block: one of them carries them
         if request.max_tokens is not None:
             jobs = [self._job(request, shown, [], ours, request.max_tokens)]
         elif all(request.codec.summary_text(m) is not None for m in request.messages):
             return Rewrite(messages=list(request.messages))
         else:
             blocks = self._blocks(request, shown)
-            older = replace(request, live_tasks=())  # the newest names them
+            texts = [list(map(request.codec.text, shown[b.start : b.end])) for b, _ in blocks]
+            pins = [tuple(p for p in request.pins if any(p in text for text in own)) for own in texts]
+            elsewhere = tuple(p for p in request.pins if not any(p in own for own in pins))
+            newest = len(blocks) - 1  # it names the live tasks
             jobs = [
-                self._job(request if b is blocks[-1][0] else older, shown[b.start : b.end], shown[: b.start], ours, cap)
-                for b, cap in blocks
+                self._job(
+                    replace(request, pins=pins[k], live_tasks=request.live_tasks if k == newest else ()),
+                    shown[b.start : b.end],
+                    shown[: b.start],
+                    ours,
+                    cap,
+                )
+                for k, (b, cap) in enumerate(blocks)
             ]
         jobs = [job for job in jobs if job.replaced]
         await self._side_by_side(jobs)
-        self._within_total(jobs, request)
+        self._within_total(jobs, request, count_text("".join(elsewhere)))
+        if elsewhere and (first := next((job for job in jobs if job.text is not None), None)) is not None:
+            first.carry(elsewhere)
         if all(job.text is None for job in jobs):
             raise next((job.error for job in jobs if job.error is not None), _nothing())
         usage = sum((job.usage for job in jobs), Usage())
@@ -240,10 +253,9 @@ class ParallelSummarize:
                 await limit.acquire()
                 group.start_soon(work, job)
 
-    def _within_total(self, jobs: Sequence[BlockJob], request: TransformRequest) -> None:
+    def _within_total(self, jobs: Sequence[BlockJob], request: TransformRequest, used: int) -> None:
         """A block stays as it is where its summary saves nothing, or would take all of them over the cap."""
         count = request.codec.estimate
-        used = 0
         for job in reversed(jobs):
             if job.text is None:
                 continue

@@ -54,7 +54,7 @@ class BlockJob:
         codec = self.request.codec
         texts = [codec.summary_text(m) for m in self.replaced]
         whole = [t for t in texts if t is not None]
-        merge = len(whole) == len(texts)
+        merge = bool(whole) and all(map(self._ours, self.replaced))
         source = sum(map(codec.estimate, self.replaced))
         self.section = durable.render(self._facts(source, merge=merge))
         spent = FRAME + count_text(self.section)
@@ -83,6 +83,22 @@ class BlockJob:
         if self.text is None:
             return self.replaced
         return [self.request.codec.summary(f"{self.text}\n\n{self.section}" if self.section else self.text)]
+
+    def carry(self, pins: Sequence[str]) -> None:
+        """Carry these texts too, word for word."""
+        facts = durable.parse(f"\n{self.section}")
+        self.section = durable.render(replace(facts, pins=tuple(dict.fromkeys([*facts.pins, *pins]))))
+
+    def _ours(self, message: Any) -> bool:
+        """Is it a summary, or a note of pinned texts?"""
+        codec = self.request.codec
+        if codec.summary_text(message) is not None:
+            return True
+        rest = codec.text(message)
+        marks = durable.pinned(rest)
+        for text in marks:
+            rest = rest.replace(durable.PIN_OPEN + text + durable.PIN_CLOSE, "", 1)
+        return bool(marks) and codec.role(message) == "user" and not rest.strip()
 
     def _facts(self, source: int, *, merge: bool) -> durable.Facts:
         request = self.request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from ..endpoints import caller
 from ..errors import ConfigurationError, TransformError
 from ..usage import Usage
 from .base import Locality, Rewrite, Size, Transform, TransformRequest, fingerprint
@@ -18,6 +20,10 @@ from .spending import most_tokens
 
 #: sessions whose spending is remembered
 MAX_SESSIONS = 4096
+#: seconds between two looks whether a turn waits
+LOOK_S = 0.1
+#: what is kept of the time that the work has, to hand over what is ready: a part of it, and seconds at most
+MARGIN, MAX_MARGIN_S = 0.05, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,9 @@ class _Purse:
 class Speculate:
     """Prepares several rewrites of the same run; the commit chooses by what has happened since.
 
-    The choice may depend on the future, the candidates themselves are made without it. A candidate may be a transform
+    The choice may depend on the future, the candidates themselves are made without it. One that is not done when a
+    turn waits at the hard limit, or when the policy's ``timeout`` is nearly over, is not waited for where another one
+    is: it is not ready then. A candidate may be a transform
     of your own whose locality is ``FUTURE``: this is the only place for one.
 
     Args:
@@ -161,20 +169,41 @@ class Speculate:
                     told, spent[k] = spent[k], rewrite.usage
                     if k and purse is not None:  # what it had not told of
                         purse.spend(max(0, rewrite.usage.total_tokens - told.total_tokens))
+                    some.set()
+                    if asked is not None:
+                        asked.usable = True
             except Exception as error:  # the others may do
                 errors[k] = error
+
+        async def look() -> None:
+            """A turn does not wait for the rest once there is something that it can use."""
+            await some.wait()
+            while asked is not None:  # a turn begins to wait on any thread, and nobody tells
+                if asked.urgent():
+                    return group.cancel_scope.cancel()
+                await anyio.sleep(LOOK_S)
+
+        async def prepare_all() -> None:
+            async with anyio.create_task_group() as members:
+                for k in reserved:
+                    members.start_soon(prepare, k)
+            group.cancel_scope.cancel()
 
         purse = self._purse(request)
         reserved = self._within_budget(request, purse)
         scopes = {k: anyio.CancelScope() for k in reserved}
+        asked, some = caller(), anyio.Event()
         try:
-            async with anyio.create_task_group() as group:
-                for k in reserved:
-                    group.start_soon(prepare, k)
+            with anyio.CancelScope(deadline=_last_moment()) as late:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(prepare_all)
+                    group.start_soon(look)
         finally:
             if purse is not None:
                 purse.release(sum(reserved.values()))
         first = next((r for r in made if r is not None), None)
+        if first is None and late.cancelled_caught:
+            raise TimeoutError("speculate: no candidate was done in time")
         if first is None:
             raise errors.get(0) or TransformError("speculate: no candidate has a result")
         return replace(first, usage=sum(spent, Usage()), alternatives=tuple(made))
@@ -223,6 +252,12 @@ class Speculate:
 
     def __repr__(self) -> str:
         return f"Speculate([{', '.join(map(repr, self.transforms))}])"
+
+
+def _last_moment() -> float:
+    """When the candidates end at the latest: so much before the work's own deadline that what is ready is kept."""
+    now, deadline = anyio.current_time(), anyio.current_effective_deadline()
+    return max(now, deadline - min(MAX_MARGIN_S, MARGIN * (deadline - now))) if deadline < math.inf else deadline
 
 
 def check_future(option: str, transform: Transform) -> None:
