@@ -185,8 +185,8 @@ class Flight:
 
     @property
     def busy_s(self) -> float:
-        """Seconds from start to end, on the runtime's clock."""
-        return (self.ended_at or 0.0) - (self.started_at or 0.0)
+        """Seconds from start to end, or so far, on the runtime's clock."""
+        return (self.clock() if self.ended_at is None else self.ended_at) - (self.started_at or 0.0)
 
     @property
     def write_s(self) -> float:

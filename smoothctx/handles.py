@@ -82,6 +82,8 @@ class Handles:
         handle.move(HandleState.COMMITTED)
         handle.receipt = receipt
         handle.flight.accounted = True
+        if not handle.flight.ended:  # a turn could not wait for its preload: the slow ones teach most
+            self._learn(handle)
         self._conversation.runtime.tally.count("committed")
         self._conversation.emit("lookahead.committed", handle=handle.id, how=how, saved=saved)
         self._forget(handle)
@@ -98,9 +100,7 @@ class Handles:
             warm=flight.artifact.warm and (flight.plan.opening or self._serving.preloaded(*flight.keys)),
             cached_share=flight.usage.cached_share,
         )
-        if flight.started_at is not None and not flight.from_store and self._of_policy(handle):
-            asked = flight.usage.calls > 0
-            self._conversation.forecast.landed(flight.busy_s, flight.write_s, asked=asked)
+        self._learn(handle)
         if handle in self.finishing:
             self.drop(handle, Reason.BRANCH_DIVERGED)  # its artifact is held in case the branch comes back
         elif self._blockwise is not None and self._blockwise.holds(handle):
@@ -130,6 +130,13 @@ class Handles:
         self.live = None
         self.explicit.clear()
         self.finishing.clear()
+
+    def _learn(self, handle: LookaheadHandle) -> None:
+        """How long it took is what the next one is expected to take."""
+        flight = handle.flight
+        if flight.started_at is not None and not flight.from_store and self._of_policy(handle):
+            asked = flight.usage.calls > 0
+            self._conversation.forecast.landed(flight.busy_s, flight.write_s, asked=asked)
 
     def _of_policy(self, handle: LookaheadHandle) -> bool:
         """Is it the policy's own transform, which turns wait for? Openings and others say nothing about how long

@@ -75,6 +75,19 @@ async def test_promise_06_a_wait_is_predicted_by_what_the_policys_own_transform_
 
 
 @virtual
+async def test_what_was_committed_before_its_preload_ended_teaches_how_long_it_takes() -> None:
+    """Else only the fast ones would count, and the next lookahead would start too late again."""
+    engine = FakeEngine(speed=Speed(10.0, 20.0))
+    async with make_runtime() as runtime:
+        policy = make_policy(FakeSummarizer(delay=6), max_wait=30.0)
+        session = runtime.session("s", policy=policy, engine=engine)
+        await session.commit(chat(14, size=80))
+        (receipt,) = session.receipts
+        assert receipt.how == "promoted" and not receipt.warm
+        assert session.usual_s == pytest.approx(6, abs=0.5)
+
+
+@virtual
 async def test_no_request_is_sent_again_where_that_cannot_help() -> None:
     """Without priorities on the server the one that waits there goes on."""
     _, engine = await time_of(promoted=True, priority=False)
