@@ -51,7 +51,8 @@ class Policy:
     Args:
         transform: the rewrite to prepare, such as ``Summarize(model)``.
         trigger: a size, or a list of sizes (any of them): the latest moment to start preparing. The scheduler
-            starts earlier when it expects the work to take longer than the idle time before the limit.
+            starts earlier when it expects the work to take longer than the idle time before the limit. A trigger at
+            the hard limit itself asks for rewrites in line: nothing is prepared before.
         hard_limit: the view plus ``reserved_tokens`` never goes out larger than this.
         land_at: where a commit should bring the view, well under the trigger.
         context_window: the model's window in tokens; needed by every size given as a fraction.
@@ -217,6 +218,12 @@ class Policy:
         if kind == "fraction" and self.context_window is not None:
             return int(n * self.context_window)
         return None
+
+    @property
+    def in_line(self) -> bool:
+        """Does it ask for rewrites in line: with no trigger below the hard limit?"""
+        limit = self.limit_tokens(self.hard_limit)
+        return limit is not None and all(self.limit_tokens(size) == limit for size in self.triggers)
 
     def over(self, size: Size, tokens: int, messages: int) -> bool:
         """Is a view of this many tokens (reserved ones included) and messages larger than ``size``?"""

@@ -223,8 +223,8 @@ class Trigger:
         tokens, messages = conversation.branch.tokens + policy.reserved_tokens, conversation.branch.messages
         if policy.reached(tokens, messages) or (resting and policy.over(policy.land_at, tokens, messages)):
             return True
-        if not self._predicts and conversation.forecast.work.value is None:
-            return False  # nothing is known of how long it takes: the trigger says when
+        if policy.in_line or (not self._predicts and conversation.forecast.work.value is None):
+            return False  # as was asked; or nothing is known of how long it takes: the trigger says when
         limit = policy.limit_tokens(policy.hard_limit)
         return policy.over(policy.land_at, tokens, messages) and conversation.forecast.late(tokens, limit, self._work())
 

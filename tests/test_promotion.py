@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
+from helpers import A, FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
 from smoothctx import HandleState, Isolate, KeepRecent, Policy, Speed, Summarize
 from smoothctx.testing import FakeEngine
 
@@ -85,6 +85,25 @@ async def test_what_was_committed_before_its_preload_ended_teaches_how_long_it_t
         (receipt,) = session.receipts
         assert receipt.how == "promoted" and not receipt.warm
         assert session.usual_s == pytest.approx(6, abs=0.5)
+
+
+@virtual
+async def test_a_trigger_at_the_hard_limit_prepares_nothing() -> None:
+    """It asks for rewrites in line: each one is waited for, however long they are known to take."""
+    engine = FakeEngine(speed=Speed(1_000.0, 20.0))
+    limit = ("fraction", 0.85)
+    async with make_runtime() as runtime:
+        policy = make_policy(FakeSummarizer(delay=6), max_wait=30.0, trigger=limit, hard_limit=limit)
+        session = runtime.session("s", policy=policy, engine=engine)
+        messages = [S()]
+        for k in range(60):
+            messages = [*messages, H(f"<{k}> question", size=60)]
+            await session.commit(messages)
+            messages = [*messages, A(f"<{k}> answer", size=60)]
+            session.observe(messages)
+            await asyncio.sleep(1)
+        assert len(session.receipts) > 2
+        assert {r.how for r in session.receipts} == {"promoted"}
 
 
 @virtual

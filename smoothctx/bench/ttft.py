@@ -338,8 +338,11 @@ def _expected_s(
     if cell.strategy == SATURATED:
         small = settings.saturated_turn_tokens / calibration.prefill + settings.reply_tokens / calibration.decode
         return settings.saturated_rounds * cell.concurrency * (6 * small + 0.6 * settings.window / calibration.prefill)
+    waits = 0.0
+    if cell.strategy == "summarise" and cell.mode == "inline":  # about every fifth turn, for the whole summary
+        waits = settings.summary_tokens / calibration.decode / 5
     between = tool_s[cell.strategy, cell.concurrency]
-    return settings.turns * (between + turn * (1.3 if cell.mode == "lookahead" else 1.8))
+    return settings.turns * (between + waits + turn * (1.3 if cell.mode == "lookahead" else 1.8))
 
 
 def _tell(
