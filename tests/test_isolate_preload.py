@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from helpers import Events, FakeSummarizer, Message, chat, make_policy, make_runtime, now, settle, virtual
+from slotted import SlottedEngine
 from smoothctx import ConfigurationError, HandleState, Isolate, LookaheadHandle, Policy, Runtime, Session
 from smoothctx.economics import Speed
 from smoothctx.engines.binding import Binding, EngineBinding
 from smoothctx.engines.load import Load
-from smoothctx.engines.preload import Preloader
-from smoothctx.engines.slots import SlotBinding, SlotTable
-from smoothctx.errors import EngineRefused
+from smoothctx.engines.slots import SlotTable
 from smoothctx.foreground import WARMING
 from smoothctx.testing import FakeEngine
 from smoothctx.testing.engine import EngineCall
@@ -22,31 +21,12 @@ from smoothctx.testing.engine import EngineCall
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
-class Slotted(FakeEngine):
-    """A fake engine with slots, bound as a llama.cpp server is."""
+class Slotted(SlottedEngine):
+    """It evaluates ``rate`` tokens a second."""
 
     def __init__(self, slots: int = 3, rate: float = 1000.0, *, metrics: bool = False) -> None:
         speed = Speed(prefill_tokens_per_s=rate, decode_tokens_per_s=100.0)
-        super().__init__("ok", speed=speed, slots=slots, block_tokens=1, metrics=metrics)
-        self.table = SlotTable(slots)
-
-    async def post_json(self, path: str, body: Any) -> Any:
-        """It copies no slots."""
-        raise EngineRefused("no", status=501)
-
-    def bind(self, session_id: str) -> Any:
-        """With slots of its own."""
-        preloader = Preloader(clock=lambda: asyncio.get_running_loop().time(), strategy="abort")
-        return SlotBinding(self, self.table, session_id, preloader=preloader)  # type: ignore[arg-type]
-
-    def free(self) -> int:
-        """Slots that nobody has; they stay free."""
-        taken = []
-        while (slot := self.table.take()) is not None:
-            taken.append(slot)
-        for slot in taken:
-            self.table.give(slot)
-        return len(taken)
+        super().__init__("ok", speed=speed, slots=slots, metrics=metrics)
 
 
 def policy() -> Policy:

@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 
 from helpers import A, Events, FakeSummarizer, H, Message, chat, make_policy, make_runtime, settle, virtual
+from slotted import SlottedEngine
 from smoothctx import HandleState, Policy, Session, Summarize, Usage
 from smoothctx.economics import Speed
 from smoothctx.engines.preload import Preloader, Warmth
-from smoothctx.engines.slots import SlotBinding, SlotTable
-from smoothctx.errors import EngineRefused
 from smoothctx.foreground import Foreground
 from smoothctx.testing import FakeEngine
 from smoothctx.testing.engine import EngineCall
 
 
-class Slotted(FakeEngine):
-    """A fake engine with slots, bound as a llama.cpp server is."""
+class Slotted(SlottedEngine):
+    """One that writes summaries."""
 
     def __init__(self, slots: int = 4) -> None:
-        super().__init__(*["A summary."] * 50, speed=Speed(5000.0, 100.0), slots=slots, block_tokens=1)
-        self.table = SlotTable(slots)
+        super().__init__(*["A summary."] * 50, speed=Speed(5000.0, 100.0), slots=slots)
 
     @asynccontextmanager
     async def stream(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> AsyncGenerator[Any]:
@@ -34,24 +32,6 @@ class Slotted(FakeEngine):
         async with nullcontext({}) if prepare is None else prepare() as own:
             async with super().stream(messages, max_tokens=max_tokens, **options, **own) as stream:
                 yield stream
-
-    async def post_json(self, path: str, body: Any) -> Any:
-        """It copies no slots."""
-        raise EngineRefused("no", status=501)
-
-    def bind(self, session_id: str) -> Any:
-        """With slots of its own."""
-        preloader = Preloader(clock=lambda: asyncio.get_running_loop().time(), strategy="abort")
-        return SlotBinding(self, self.table, session_id, preloader=preloader)  # type: ignore[arg-type]
-
-    def free(self) -> int:
-        """Slots that nobody has; they stay free."""
-        taken = []
-        while (slot := self.table.take()) is not None:
-            taken.append(slot)
-        for slot in taken:
-            self.table.give(slot)
-        return len(taken)
 
 
 async def ask(session: Session, engine: FakeEngine, messages: list[Message]) -> EngineCall:

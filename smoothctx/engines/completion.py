@@ -49,12 +49,13 @@ class Rates:
             return
         new, more = usage.input_tokens - usage.cached_tokens, usage.output_tokens - 1
         if new >= 64 and ttft > 0:
-            self.prefill = _mean(self.prefill, new / ttft)
+            self.prefill = running_mean(self.prefill, new / ttft)
         if more >= 8 and completion.total_s > ttft:
-            self.decode = _mean(self.decode, more / (completion.total_s - ttft))
+            self.decode = running_mean(self.decode, more / (completion.total_s - ttft))
 
 
-def _mean(old: float | None, new: float) -> float:
+def running_mean(old: float | None, new: float) -> float:
+    """What is measured again and again: the newest counts three tenths."""
     return new if old is None else old + 0.3 * (new - old)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from ..foreground import Foreground
 from ..usage import Usage
+from .completion import running_mean
 
 Strategy = Literal["growing", "abort"]
 
@@ -200,7 +201,7 @@ class Preloader:
                 self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
                 more = reply.usage.input_tokens - tokens
                 if tokens and more > 0:
-                    self._per_token = _mean(self._per_token, max(0.25, (upto - done) / more))
+                    self._per_token = running_mean(self._per_token, max(0.25, (upto - done) / more))
             if warmth.epoch != epoch:
                 continue  # what it went to is used for something else by now
             self._judge(warmth, reply.usage)
@@ -256,9 +257,9 @@ class Preloader:
             evaluated = usage.input_tokens - usage.cached_tokens
             new = min(sent, upto * evaluated // usage.input_tokens)
             if alone and evaluated >= 64:
-                self.rate = _mean(self.rate, evaluated / seconds)
+                self.rate = running_mean(self.rate, evaluated / seconds)
         if new >= MIN_CHUNK // 2:
-            self._speed = _mean(self._speed, new / seconds)
+            self._speed = running_mean(self._speed, new / seconds)
 
 
 @contextmanager
@@ -276,10 +277,6 @@ def for_a_while(foreground: Foreground, seconds: float) -> Iterator[Callable[[],
         yield lambda: not over
     finally:
         timer.cancel()
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + 0.3 * (new - old)
 
 
 def _size(message: Mapping[str, Any]) -> int:

@@ -1,0 +1,37 @@
+"""A fake engine with slots, for the tests of what is done with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from smoothctx.engines.preload import Preloader
+from smoothctx.engines.slots import SlotBinding, SlotTable
+from smoothctx.errors import EngineRefused
+from smoothctx.testing import FakeEngine
+
+
+class SlottedEngine(FakeEngine):
+    """Bound as a llama.cpp server is."""
+
+    def __init__(self, *answers: Any, slots: int, **options: Any) -> None:
+        super().__init__(*answers, slots=slots, block_tokens=1, **options)
+        self.table = SlotTable(slots)
+
+    async def post_json(self, path: str, body: Any) -> Any:
+        """It copies no slots."""
+        raise EngineRefused("no", status=501)
+
+    def bind(self, session_id: str) -> Any:
+        """With slots of its own."""
+        preloader = Preloader(clock=lambda: asyncio.get_running_loop().time(), strategy="abort")
+        return SlotBinding(self, self.table, session_id, preloader=preloader)  # type: ignore[arg-type]
+
+    def free(self) -> int:
+        """Slots that nobody has; they stay free."""
+        taken = []
+        while (slot := self.table.take()) is not None:
+            taken.append(slot)
+        for slot in taken:
+            self.table.give(slot)
+        return len(taken)
