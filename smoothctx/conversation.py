@@ -76,11 +76,12 @@ class Conversation:
         tokens = self.branch.tokens + policy.reserved_tokens
         return self.forecast.due(self.runtime.now(), tokens, policy.limit_tokens(policy.hard_limit))
 
-    def hurried(self, rate: float | None, artifact: Artifact) -> bool:
-        """Is idle time alone too little to preload the view of ``artifact`` at ``rate`` tokens per second?"""
+    def hurried(self, rate: float | None, artifact: Artifact, cold: float) -> bool:
+        """Is idle time alone too little to preload what is ``cold`` (a share) of the view of ``artifact`` at ``rate``
+        tokens per second?"""
         history, policy = self.branch.history, self.policy
         behind = shown_tokens(history, self.branch.edits, min(artifact.replacement.end, len(history)))
-        remaining = artifact.tokens + behind
+        remaining = round(cold * (artifact.tokens + behind))
         limit = policy.limit_tokens(policy.hard_limit)
         return self.forecast.hurried(rate, remaining, self.branch.tokens + policy.reserved_tokens, limit)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MARGIN = 1.25  # a lookahead starts that much earlier than it is expected to have to
+_MARGIN = 1.25  # work is expected to take that many times what it usually does
 _WEIGHT = 0.3  # of the newest sample; about the last five turns count
 
 
@@ -83,8 +83,9 @@ class Forecast:
         turns = self.turns_left(tokens, limit)
         if not rate or turns is None or self.idle.value is None or self.growth.value is None:
             return False
-        net = rate * self.idle.value - self.growth.value  # tokens gained on the session per turn
-        return net <= 0 or remaining / net > max(0.0, turns - 1)
+        times = int(turns) + 1  # the commit comes with the turn that passes the limit, after so many idle times
+        spare = times * rate * self.idle.value - (times - 1) * self.growth.value
+        return remaining * _MARGIN > spare
 
     def late(self, tokens: int, limit: int | None, work: float | None) -> bool:
         """Would a lookahead of ``work`` seconds that starts now end after the limit?

@@ -189,7 +189,7 @@ class Serving:
                         request=session.request,
                         foreground=self._foreground,
                         needed=lambda: self.waits_for(flight) and time_left(),
-                        hurried=lambda rate: session.hurried(rate, artifact),
+                        hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
                     )

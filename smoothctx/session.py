@@ -502,10 +502,11 @@ class Session:
         """Is a turn waiting for one of this session's lookaheads?"""
         return any(h.promoted for h in self._handles.all())
 
-    def hurried(self, rate: float | None, artifact: Artifact) -> bool:
-        """Is idle time alone too little to preload the view of ``artifact`` at ``rate`` tokens per second?"""
+    def hurried(self, rate: float | None, artifact: Artifact, cold: float) -> bool:
+        """Is idle time alone too little to preload what is ``cold`` (a share) of the view of ``artifact`` at ``rate``
+        tokens per second?"""
         with self._lock:
-            return self._conversation.hurried(rate, artifact)
+            return self._conversation.hurried(rate, artifact, cold)
 
     def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
         """The view that committing ``artifact`` to these messages would give (for preload)."""

@@ -91,12 +91,21 @@ def test_growth_while_the_work_runs() -> None:
 
 
 def test_hurried_is_when_idle_time_cannot_prefill_what_is_left() -> None:
-    """At 100 tokens per idle second, 4 seconds idle, 100 tokens of growth: 300 gained per turn."""
+    """400 tokens in each idle time; 550 are left at 100 a turn, so the sixth turn passes the limit: 6 idle times."""
     forecast = seen()
-    assert not forecast.hurried(100.0, 600, 500, 1000)
-    assert forecast.hurried(100.0, 3000, 500, 1000)
-    assert forecast.hurried(10.0, 10, 500, 1000)
+    room = 6 * 400 - 5 * 100  # what the five turns before it add is warmed too
+    assert not forecast.hurried(100.0, int(room / 1.25), 450, 1000)
+    assert forecast.hurried(100.0, int(room / 1.25) + 1, 450, 1000)
+    assert forecast.hurried(10.0, 10, 500, 1000)  # 40 in each do not even keep up with what is added
     assert not forecast.hurried(None, 3000, 500, 1000)
+
+
+@pytest.mark.parametrize("tokens", [900, 950, 1000, 5000])
+def test_the_idle_time_before_the_last_turn_counts(tokens: int) -> None:
+    """With the next turn, or the one after it, the limit is passed: what that idle time is enough for is no hurry."""
+    forecast = seen()
+    assert not forecast.hurried(100.0, 320, tokens, 1000)
+    assert forecast.hurried(100.0, 900, tokens, 1000)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 10**7)), max_size=20), st.integers(0, 10**7))

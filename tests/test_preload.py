@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from smoothctx import EngineUnreachable, Usage
 from smoothctx.engines import OpenAIEngine, PreloadReport
-from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Preloader, head, valid
+from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Preloader, Warmth, head, valid
 from smoothctx.foreground import Foreground
 from virtual import run_virtual
 
@@ -453,6 +453,42 @@ def test_abort_gives_way_at_once_and_goes_on_from_what_stayed() -> None:
     report = run_virtual(main)
     assert report.complete and report.requests == 1 and report.aborted == server.aborted >= 5
     assert {text(m) for m in server.sent} == {text(view)}
+
+
+def test_what_an_aborted_request_evaluated_is_not_cold() -> None:
+    """Where it stays, time is not short because of it: with a known rate the account follows what the server has."""
+    server, view, warmth = Server(rate=1_000.0), conversation(turns=6), Warmth()
+    told: list[tuple[float, float]] = []
+
+    async def main() -> None:
+        own = preloader(strategy="abort")
+        await own.run(server.send, lambda: conversation(turns=1), foreground=foreground(), needed=always, keeps=True)
+        server.cached = ""
+
+        def work(front: Foreground) -> Any:
+            def hurried(rate: float | None) -> bool:
+                there = len(server.cached) / len(text(view))
+                told.append((warmth.cold(view), 1 - there))
+                return False
+
+            return own.run(
+                server.send,
+                lambda: view,
+                foreground=front,
+                needed=always,
+                hurried=hurried,
+                keeps=True,
+                warmth=warmth,
+            )
+
+        await with_turns(server, work, pause=0.5, length=0.2, decoding=0.2)
+
+    run_virtual(main)
+    assert server.aborted >= 5 and len(told) >= 5
+    assert all(cold == pytest.approx(true, abs=0.05) for cold, true in told)
+    assert warmth.cold(view) == 0 and warmth.cold([*view, *view]) == pytest.approx(0.5)
+    warmth.drop()
+    assert warmth.cold(view) == 1
 
 
 def test_aborts_that_lead_nowhere_end() -> None:

@@ -96,6 +96,33 @@ async def test_promise_15_a_preload_that_kept_up_is_called_warm() -> None:
 
 
 @virtual
+async def test_what_a_turn_adds_is_warmed_in_idle_time_that_suffices() -> None:
+    """Up to the limit: most of the view is warm already, and nothing runs beside the agent's decode for the rest."""
+    engine = FakeEngine(*["ok"] * 80, block_tokens=16, speed=Speed(500.0, 100.0))
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=at_limit(FakeSummarizer(), 8000), engine=engine)
+        messages, handle, beside, again = chat(4, size=100), None, 0, 0
+        for k in range(60):
+            messages = [*messages, H(f"{k} " + "new text " * 60)]
+            await asyncio.sleep(2)  # a tool runs: five times what one turn's tokens take
+            view = await session.commit(messages)
+            if session.receipts:
+                break
+            async with session.foreground() as call:
+                await engine.complete(view, max_tokens=1, **session.request, **session.request_options())
+                call.first_token()
+                before = len(engine.calls)
+                await asyncio.sleep(4)
+                beside += len(engine.calls) - before
+            messages = [*messages, A("ok " * 20)]
+            before = len(engine.calls)
+            handle = session.observe(messages) or handle
+            await settle(20)
+            again += len(engine.calls) > before and handle is not None and handle.state is HandleState.READY
+        assert session.receipts[0].warm is True and again >= 3 and not beside
+
+
+@virtual
 async def test_promise_15_a_cache_in_which_nothing_stays_is_found_out() -> None:
     """The answers deny that anything was kept: a few requests, incomplete, no claim; and no more for this result."""
     events = Events()

@@ -59,6 +59,8 @@ class Warmth:
     part: Messages = ()
     done: int = 0
     tokens: int = 0
+    #: characters that are likely warm too, of a request that was aborted
+    likely: int = 0
     #: a request for it went out: the place may hold some of it
     begun: bool = False
     #: the last answers in a row that deny that what was evaluated before stayed
@@ -72,7 +74,7 @@ class Warmth:
 
     def restart(self) -> None:
         """It is to be evaluated from the beginning."""
-        self.part, self.done, self.tokens = (), 0, 0
+        self.part, self.done, self.tokens, self.likely = (), 0, 0, 0
 
     def fit(self, messages: Messages) -> None:
         """Keep of it what ``messages`` begin with, too."""
@@ -83,7 +85,11 @@ class Warmth:
             if ours != theirs:
                 break
             part.append(theirs)
-        self.part, self.done, self.tokens = part, size_of(part), 0
+        self.part, self.done, self.tokens, self.likely = part, size_of(part), 0, 0
+
+    def cold(self, messages: Messages) -> float:
+        """The share of ``messages`` that is still to be evaluated, as far as can be told."""
+        return 1.0 if self.misses else max(0.0, 1 - max(self.done, self.likely) / max(1, size_of(messages)))
 
     def covers(self, messages: Messages, spare: int) -> bool:
         """Is it the beginning of ``messages``, with at most ``spare`` characters behind it?"""
@@ -192,6 +198,9 @@ class Preloader:
                 reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
             if reply is None:
                 aborted, in_row = aborted + 1, in_row + 1
+                if keeps and self._speed is not None and warmth.epoch == epoch:
+                    more = int(self._speed * (self._now() - started))
+                    warmth.likely = min(upto, max(done, warmth.likely) + more)
                 if carried and not requests and in_row >= _EVICTED:
                     warmth.restart()
                 continue
@@ -205,7 +214,7 @@ class Preloader:
             if warmth.epoch != epoch:
                 continue  # what it went to is used for something else by now
             self._judge(warmth, reply.usage)
-            warmth.part, warmth.done, warmth.tokens = part, upto, reply.usage.input_tokens
+            warmth.part, warmth.done, warmth.tokens, warmth.likely = part, upto, reply.usage.input_tokens, 0
         return PreloadReport(complete=complete, tokens=warmth.tokens, requests=requests, aborted=aborted, usage=usage)
 
     def _judge(self, warmth: Warmth, usage: Usage) -> None:
