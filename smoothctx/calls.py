@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .conversation import Conversation
+from .endpoints import overload
 from .engines.wire import read_usage
+from .foreground import CALL_S
 from .outcomes import ForegroundSeen
 from .serving import Serving
 from .usage import Usage
@@ -48,10 +50,13 @@ class ForegroundCall:
 
 
 class Calls:
-    """The foreground calls of one session. ``lock`` is the session's."""
+    """The foreground calls of one session, to its ``engine`` where that is known. ``lock`` is the session's."""
 
-    def __init__(self, runtime: Runtime, conversation: Conversation, serving: Serving, lock: threading.RLock) -> None:
+    def __init__(
+        self, runtime: Runtime, conversation: Conversation, serving: Serving, lock: threading.RLock, engine: Any
+    ) -> None:
         self._runtime = runtime
+        self._engine = engine
         self._conversation = conversation
         self._serving = serving
         self._lock = lock
@@ -73,7 +78,7 @@ class Calls:
         call = ForegroundCall(first_token, lambda error: self._conversation.error(error, "foreground.report"))
         with self._lock:
             mark = self._conversation.outcomes.began()
-        self._serving.begin(who)
+        self._serving.begin(who, CALL_S)
         try:
             yield call
             seen = ForegroundSeen(
@@ -86,8 +91,23 @@ class Calls:
                     self._conversation.outcomes.ended(mark, seen)
             except Exception as error:  # what is written down of a call never fails it
                 self._conversation.error(error, "foreground")
-        except BaseException:  # the call failed or was cancelled: until it is tried again no turn is due
+        except BaseException as error:  # the call failed or was cancelled: until it is tried again no turn is due
             self._serving.end(turn)
+            if isinstance(error, Exception):
+                self._refused(error)
             raise
         finally:
             self._serving.end(who)
+
+    def _refused(self, error: Exception) -> None:
+        """The agent's own call failed: where its engine says that it is overloaded, background calls leave it alone."""
+        engine, endpoints = self._engine, self._runtime.endpoints
+
+        def tell() -> None:
+            endpoints.overloaded(engine, error)
+
+        try:
+            if engine is not None and overload(error) is not None:
+                self._runtime.soon(tell)
+        except Exception as wrong:  # whatever the error is made of: the caller gets it as it is
+            self._conversation.error(wrong, "foreground")

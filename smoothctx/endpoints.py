@@ -20,14 +20,17 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from .errors import EngineOverloaded, TransformError
+from .errors import EngineOverloaded, TransformError, refuses_messages
 from .foreground import Foreground
 from .retry import retry_after
 
 #: seconds: a call waits that long at most for an endpoint that asked us to stay away; no such wish counts for longer
 REST_WAIT_S, MAX_REST_S = 60.0, 3600.0
+#: under which names errors tell an HTTP status
+_STATUS = ("status", "status_code", "code")
 #: endpoints whose lower limit is remembered while nobody uses them
 MAX_REMEMBERED = 256
 
@@ -42,20 +45,36 @@ class EndpointFull(TransformError):
 def overload(error: BaseException) -> float | None:
     """Seconds that a server asks us to stay away with this error, 0 if it does not say; ``None``: it is no overload.
 
-    Model clients of others show the status and the headers of an answer under the names that are looked for here.
+    Model clients of others show the status and the headers of an answer under the names that are looked for here, on
+    the error or on its ``response``.
     """
-    status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    failing = isinstance(status, int) and (status == 429 or 500 <= status < 600)
-    if not isinstance(error, EngineOverloaded) and not failing:
+    response = _of(error, "response")
+    status = next((s for s in (*map(partial(_of, error), _STATUS), _of(response, "status_code")) if _failing(s)), None)
+    if status is not None and status != 429 and refuses_messages(str(error)):
+        return None  # a chat template that does not take the messages: llama.cpp says 500
+    if not isinstance(error, EngineOverloaded) and status is None:
         return None
-    asked: Any = getattr(error, "retry_after_s", None)
+    asked: Any = _of(error, "retry_after_s")
     if asked is None:
+        headers = _of(response, "headers")
         try:
-            asked = retry_after(error.response.headers)  # type: ignore[attr-defined]
+            asked = retry_after(_of(error, "headers") if headers is None else headers)
         except (AttributeError, TypeError):
             return 0.0
     known = isinstance(asked, int | float) and 0 < asked < math.inf
     return min(MAX_REST_S, float(asked)) if known else 0.0
+
+
+def _of(thing: Any, name: str) -> Any:
+    """A field of somebody else's object; ``None`` where it has none, or cannot say."""
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
+
+
+def _failing(status: Any) -> bool:
+    return isinstance(status, int) and (status == 429 or 500 <= status < 600)
 
 
 def _never() -> bool:

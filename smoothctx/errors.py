@@ -13,12 +13,21 @@ SmoothctxError
 ├── StoreError           an artifact or content store is unreachable or corrupt
 └── EngineError          a model server could not be used
     ├── EngineUnreachable   no connection, or it broke
-    ├── EngineRefused       HTTP 4xx: the request itself is wrong, retrying cannot help
+    ├── EngineRefused       HTTP 4xx: the request itself is wrong (or no template takes it), retrying cannot help
     ├── EngineOverloaded    HTTP 429 or 5xx: retrying may help
     └── EngineProtocolError the answer is not what an OpenAI-compatible server sends
 """
 
 from __future__ import annotations
+
+import re
+
+#: how servers say that the model's chat template does not take the messages: llama.cpp does so with HTTP 500
+_TEMPLATE = re.compile(
+    r"\bjinja\b|chat[ _-]?template|raise_exception|roles must alternate|failed to parse messages"
+    r"|while executing \w+ at line|\bat row \d+, column \d+",
+    re.IGNORECASE,
+)
 
 
 class SmoothctxError(Exception):
@@ -89,7 +98,8 @@ class EngineUnreachable(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The server refused the request (HTTP 4xx other than 408, 409, 425 and 429)."""
+    """The server refused the request: HTTP 4xx other than 408, 409, 425 and 429, or 5xx with a text which says that
+    the model's chat template does not take the messages."""
 
 
 class EngineOverloaded(EngineError):
@@ -102,3 +112,8 @@ class EngineProtocolError(EngineError):
     """The server answered something that is not an OpenAI-compatible answer, or only half of one."""
 
     retryable = True
+
+
+def refuses_messages(said: str) -> bool:
+    """Does a server's error text speak of the chat template? Then the same messages are refused every time."""
+    return _TEMPLATE.search(said) is not None

@@ -65,6 +65,7 @@ class Following:
         self._conversation.outcomes.sent()
         self._base = branch.frozen() if branch.edits else None
         self._archive.sent(messages, bool(branch.edits))
+        self._handles.sent(view)
         return view
 
     def recognises(self, messages: Sequence[Any]) -> tuple[bool, int]:

@@ -1,7 +1,8 @@
 """Foreground: which turns are in flight on an engine, so that background work can keep out of their way.
 
-A turn is open from its commit (a model call is due) to its observe (the reply is there). Calls that we see in
-full are more exact: they say when the first token came. Everything here is thread-safe and never blocks.
+A turn is open from its commit (a model call is due) to its observe (the reply is there), for as long as its lease at
+most: nobody may ever tell of its end. Calls that we see in full are more exact: they say when the first token came, and
+they end for certain. Everything here is thread-safe and never blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ T = TypeVar("T")
 GROWTH, GROWTH_S = 1.5, 0.1
 #: requests of preloads that an engine gets at once
 WARMING = 2
+#: seconds for which a call counts at most: longer than any that is still waited for
+CALL_S = 3600.0
 #: seconds between two looks at leases that are about to run out, at least
 LEAST_LOOK_S = 0.01
 
 
 @dataclass(slots=True)
 class _Open:
-    since: float
+    until: float
     owner: Hashable
     decoding: bool = False
     #: nothing else was in flight beside it, background work included
@@ -67,10 +70,11 @@ class Foreground:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
         self._lock = threading.Lock()
 
-    def begin(self, who: Hashable, owner: Hashable = None) -> None:
+    def begin(self, who: Hashable, owner: Hashable = None, *, lease_s: float | None = None) -> None:
         """A turn or call of ``who`` is due: background prefill stays away from now on.
 
-        ``owner``: whose it is; a turn and the call in it count as one user of the engine.
+        ``owner``: whose it is; a turn and the call in it count as one user of the engine. ``lease_s``: seconds for
+        which it counts at most, where that is not a turn's lease (``CALL_S`` for a call that we see in full).
         """
         with self._lock:
             self._close(who)
@@ -79,7 +83,8 @@ class Foreground:
             if others == 1:  # with more of them none was alone before
                 for other in self._open.values():
                     other.alone = False
-            self._open[who] = _Open(self._clock(), mine, alone=not others and not self._working)
+            until = self._clock() + (self._lease_s if lease_s is None else lease_s)
+            self._open[who] = _Open(until, mine, alone=not others and not self._working)
             self._owners[mine] += 1
             self._changed()
 
@@ -169,8 +174,8 @@ class Foreground:
                 pass  # its loop was closed: nobody waits there any more
 
     def _live(self) -> list[_Open]:
-        limit = self._clock() - self._lease_s
-        for who in [w for w, o in self._open.items() if o.since <= limit]:
+        now = self._clock()
+        for who in [w for w, o in self._open.items() if o.until <= now]:
             self._close(who)
         return list(self._open.values())
 
@@ -179,6 +184,12 @@ class Foreground:
         """Is any turn in flight or due?"""
         with self._lock:
             return bool(self._live())
+
+    def serves(self, owner: Hashable) -> bool:
+        """Is a turn or a call of this owner in flight or due?"""
+        with self._lock:
+            self._live()
+            return owner in self._owners
 
     @property
     def prefilling(self) -> bool:
@@ -233,8 +244,8 @@ class Foreground:
             live = self._live()
             if len(live) < known:  # just now
                 return 0.0
-            first = min((o.since for o in live), default=self._clock())
-            return max(LEAST_LOOK_S, first + self._lease_s - self._clock())
+            now = self._clock()
+            return max(LEAST_LOOK_S, min((o.until for o in live), default=now + self._lease_s) - now)
 
     async def wait_until(self, allowed: Callable[[], bool]) -> None:
         """Return once ``allowed()`` holds; it is asked again whenever the foreground changes, or a lease runs out."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from .blockwise import Blockwise
 from .conversation import Conversation
@@ -87,6 +87,11 @@ class Handles:
         self._conversation.runtime.tally.count("committed")
         self._conversation.emit("lookahead.committed", handle=handle.id, how=how, saved=saved)
         self._forget(handle)
+        self._serving.settled()
+
+    def sent(self, view: Sequence[Any]) -> None:
+        """This view is what the agent sends now."""
+        self._serving.sent(view)
 
     def ready(self, handle: LookaheadHandle, flight: Flight) -> None:
         """Its flight has landed with a result."""
@@ -122,6 +127,7 @@ class Handles:
             conversation.emit("lookahead.discarded", handle=handle.id, reason=str(reason), error=str(error or ""))
         runtime.flights.wasted(handle.flight, reason)
         self._forget(handle)
+        self._serving.discarded(*handle.flight.keys)
 
     def close(self, reason: Reason) -> None:
         """Drop all."""

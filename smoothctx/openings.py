@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .engines.preload import PreloadReport
     from .foreground import Foreground
     from .session import Session
+    from .warming import Gate
 
 #: openings held per session; the oldest makes way
 MAX_OPENINGS = 64
@@ -44,9 +45,10 @@ class Openings:
         self._lock = threading.Lock()
 
     async def warm(
-        self, flight: Flight, bind: Callable[[], EngineBinding], foreground: Foreground
+        self, flight: Flight, bind: Callable[[], EngineBinding], foreground: Foreground, gate: Gate
     ) -> PreloadReport | None:
-        """Preload the opening that ``flight`` has made, while anybody waits for it; ``None`` if nobody does.
+        """Preload the opening that ``flight`` has made, while anybody waits for it; ``None`` if nobody does. It ends
+        when ``gate`` does not let a request through: cold messages that are waited for are better than none.
 
         Raises:
             Exception: whatever the engine raised, as it is.
@@ -66,17 +68,21 @@ class Openings:
             old.binding.close()
         if closed:
             return None
-        warmed = False
+        warmed, closed_for = False, list[str]()
         try:
             with for_a_while(foreground, session.policy.timeout) as time_left:
-                report = await held.binding.preload(
-                    lambda: prompt,
-                    request=session.request if wish is None else wish,
-                    foreground=foreground,
-                    needed=lambda: held in self._held and _wanted(flight) and time_left(),
-                    hurried=lambda rate: any(h.promoted for h in flight.handles),
+                report = await gate.open(
+                    lambda may: held.binding.preload(
+                        lambda: prompt,
+                        request=session.request if wish is None else wish,
+                        foreground=foreground,
+                        needed=lambda: not closed_for and held in self._held and _wanted(flight) and time_left(),
+                        hurried=lambda rate: any(h.promoted for h in flight.handles),
+                        may=may,
+                    ),
+                    closed_for.append,
                 )
-            warmed = True
+            warmed = report.complete or report.requests + report.aborted > 0
             return report
         finally:
             if not warmed or not _of_use(flight):

@@ -220,7 +220,8 @@ class Runtime:
             codec: how messages are read; OpenAI-style dicts by default.
             parent: the session whose sub-agent this is: its lookaheads draw on a smaller budget.
             engine: the agent's own engine, to preload the view that a commit will produce. One that can be probed and
-                was not is, in the background; a llama.cpp server's slots are used by sessions opened after that.
+                was not is, in the background; a llama.cpp server's slots are used from the next turn after that on.
+                Share one object among all sessions on a server: its slots are handed out by it.
             request: the constant part of the agent's request (tools, template options, salt).
 
         Raises:
@@ -405,6 +406,17 @@ class Runtime:
         except RuntimeError:  # closed just now
             return False
         return True
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call something short on this runtime's loop: now, where that is the running one; from any thread."""
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if here:
+            call()
+        else:
+            self.later(0, call)
 
     def write(self, tenant: str, key: str, value: bytes) -> None:
         """Put something into the store, in the background. Full means the oldest write is dropped, with an event."""

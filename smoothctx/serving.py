@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
@@ -11,13 +13,14 @@ from .engines.preload import PreloadReport, Warmth, for_a_while, size_of
 from .engines.wire import without_form
 from .flight import Flight
 from .handle import LookaheadHandle
+from .members import endpoint_of, engine_of, members, uses
 from .openings import Openings
 from .states import FINAL, HandleState
 from .transforms.base import Transform
-from .transforms.model import Model
 from .usage import Usage
 from .view import Artifact
 from .warming import Gate
+from .work import MAX_DEFER_S
 
 if TYPE_CHECKING:
     from .engines.binding import EngineBinding
@@ -37,8 +40,9 @@ class Serving:
         self._runtime = runtime
         self._session = session
         self._foreground = runtime.foreground(session.engine)
-        bind = getattr(session.engine, "bind", None)
-        self._binding: EngineBinding | None = self._ask("bind", lambda: bind(session.id), None) if bind else None
+        self._blind = not _slotted(session.engine)
+        self._binding: EngineBinding | None = self._bound()
+        self._lock = threading.Lock()
         #: what the session's sub-agents will send first
         self.openings = Openings(session)
         self._gate = Gate(
@@ -50,7 +54,9 @@ class Serving:
             say=self._held_back,
         )
         self._latest: list[Any] = []
+        self._sent: list[Any] = []  # the view that the agent's last call was made with
         self._rewarming = False
+        self._prepared = False  # the binding may hold something for a view that was not committed
         #: what the engine has warmed for this session, of the view of each artifact by its key
         self._warmth: dict[str, Warmth] = {}
 
@@ -64,14 +70,38 @@ class Serving:
             )
             return otherwise
 
+    def _bound(self) -> EngineBinding | None:
+        bind = getattr(self._session.engine, "bind", None)
+        return self._ask("bind", lambda: bind(self._session.id), None) if bind else None
+
+    @property
+    def _behind(self) -> bool:
+        """Was it bound before the server was known to have slots? What it sends goes to any of them, an agent's own."""
+        return self._blind and getattr(self._binding, "by_content", False) and _slotted(self._session.engine)
+
+    def _catch_up(self) -> None:
+        """Take slots as soon as they are known, between two lookaheads: one that is under way ends where it began."""
+        with self._lock:
+            if self._session.closed or not self._behind or self._session.working():
+                return
+            self._blind = False
+            binding = self._bound()
+            if binding is not None:
+                self._binding = binding
+                for warmth in self._warmth.values():
+                    warmth.drop()
+                self._warmth.clear()
+
     def request_options(self) -> dict[str, Any]:
         """Options of the agent's next call."""
         binding = self._binding
         return self._ask("request_options", lambda: dict(binding.request_options()), {}) if binding is not None else {}
 
-    def begin(self, who: object) -> None:
-        """A turn or a call is due."""
-        self._foreground.begin(who, self)
+    def begin(self, who: object, lease_s: float | None = None) -> None:
+        """A turn or a call is due, for ``lease_s`` seconds at most (a turn's lease where it is not given)."""
+        if self._behind:
+            self._catch_up()
+        self._foreground.begin(who, self, lease_s=lease_s)
 
     def first_token(self, who: object, turn: object) -> None:
         """The first token of a call, and so of its turn, is there."""
@@ -81,7 +111,7 @@ class Serving:
     def burden(self, transform: Transform, preload_kv: bool | None) -> dict[str, Any]:
         """Which engine a lookahead loads, where that is known, and whose turns it may disturb there."""
         own = self._session.engine
-        engine = next((e for e in map(_engine, _members(transform)) if e is not None), None)
+        engine = next((e for e in map(engine_of, members(transform)) if e is not None), None)
         if engine is None and self.preloads(preload_kv):
             engine = own
         if engine is not own:
@@ -108,7 +138,7 @@ class Serving:
 
     def write_s(self, transform: Transform, output_tokens: int, prompt_tokens: int) -> float | None:
         """Seconds for a result that the agent's own engine writes, at the rates that it has shown."""
-        return self._seconds(output_tokens, prompt_tokens) if _uses(transform, self._session.engine) else None
+        return self._seconds(output_tokens, prompt_tokens) if uses(transform, self._session.engine) else None
 
     def away_s(self, flight: Flight) -> float:
         """Seconds for which a lookahead is known to get no further: its model's server has asked us to stay away, or it
@@ -116,7 +146,7 @@ class Serving:
         if flight.answering:
             return 0.0
         endpoints = self._runtime.endpoints
-        rests = [endpoints.rests(*_endpoint(member)) for member in _members(flight.plan.transform)]
+        rests = [endpoints.rests(*endpoint_of(member)) for member in members(flight.plan.transform)]
         return max(flight.paused_s, *rests)
 
     def _seconds(self, output_tokens: int, prompt_tokens: int) -> float | None:
@@ -128,20 +158,26 @@ class Serving:
     def preloads(self, preload_kv: bool | None) -> bool:
         """Is a view of this session preloaded? ``None``: as the policy and the engine say."""
         wish = self._session.policy.preload_kv if preload_kv is None else preload_kv
-        if self._binding is None or wish is False:
+        if self._binding is None or wish is False or self._behind:
             return False
         return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
 
     def aligned(self, transform: Transform) -> dict[str, Any]:
         """For a summariser on the agent's own engine: the constant part of its request, and where its cache is."""
         session = self._session
-        if session.engine is None or not _uses(transform, session.engine):
+        if session.engine is None or not uses(transform, session.engine):
             return {}
         options = without_form(session.request)
         if (binding := self._binding) is not None:
             none: dict[str, Any] = {}
-            own = self._ask("options", lambda: dict(binding.transform_options(self._foreground, session.urgent)), none)
-            options.update(own)
+            wait_s = min(MAX_DEFER_S, session.policy.timeout / 4)  # most of the time is for the call itself
+
+            def ask() -> dict[str, Any]:
+                self._prepared = True
+                turn = partial(self._foreground.serves, self)
+                return dict(binding.transform_options(self._foreground, session.urgent, turn=turn, wait_s=wait_s))
+
+            options.update(self._ask("options", ask, none))
         return options
 
     async def warm_up(self, flight: Flight, artifact: Artifact, preload_kv: bool | None) -> bool:
@@ -181,7 +217,7 @@ class Serving:
             self._warmth[artifact.key] = warmth  # the newest
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
-            binding = self._binding
+            binding, self._prepared = self._binding, True
             with for_a_while(self._foreground, session.policy.timeout) as time_left:
                 report = await self._gate.open(
                     lambda may: binding.preload(
@@ -247,7 +283,7 @@ class Serving:
         try:
             if self._runtime.endpoints.rests(self._session.engine) > 0:  # its messages are waited for: cold, at once
                 return False
-            report = await self.openings.warm(flight, binding.opening, self._foreground)
+            report = await self.openings.warm(flight, binding.opening, self._foreground, self._gate)
         except Exception as error:  # a cold sub-agent is slower, never wrong
             return self._refused(error, opening=True)
         return report is not None and self._reported(report, opening=True)
@@ -329,16 +365,35 @@ class Serving:
         """Is a view being preloaded behind a result that is ready?"""
         return self._rewarming
 
+    def sent(self, view: Sequence[Any]) -> None:
+        """This view is what the agent's next call is made with."""
+        self._sent = list(view) if self._binding is not None else []
+
     def committed(self, artifact: Artifact) -> None:
         """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
         binding, warmth = self._binding, self._warmth.pop(artifact.key, None)
         if binding is None or warmth is None:
             return
-        if warmth.begun:
+        if warmth.begun and (artifact.warm or self._ask("committed", lambda: self._gains(warmth), True)):
+            self._prepared = self._session.working()  # then another one may hold something too
             self._ask("committed", lambda: binding.committed(artifact.warm), None)
-        elif not self._session.working():
-            self._ask("discarded", binding.discarded, None)
+        else:
+            warmth.drop()  # the agent's calls stay where they are
         self._foreground.poke()
+
+    def _gains(self, warmth: Warmth) -> bool:
+        """Is more of the view, as it is now, warm where it was preloaded than where the agent's calls went so far?"""
+        binding, session = self._binding, self._session
+        if getattr(binding, "aligned", True):
+            return True  # one place for all, or one that holds what the other does
+        view, kept = session.branch.project(self._latest), 0
+        for old, new in zip(self._sent, view, strict=False):
+            sent = openai_messages(session.codec, new)
+            if old is not new and openai_messages(session.codec, old) != sent:
+                break
+            kept += size_of(sent)
+        warmth.fit([sent for m in view for sent in openai_messages(session.codec, m)])
+        return warmth.held > kept
 
     def preloaded(self, *keys: str) -> bool:
         """Has the engine warmed the view of one of these artifacts for this session?"""
@@ -346,38 +401,33 @@ class Serving:
 
     def discarded(self, *keys: str) -> None:
         """If one of these artifacts was preloaded (or its summary was being written), its slot is free again."""
-        binding = self._binding
         self._ask("close", lambda: self.openings.discarded(*keys), None)
         for key in keys:
             if (warmth := self._warmth.pop(key, None)) is not None:
                 warmth.drop()
-        if binding is not None and not self._session.working():
+        self.settled()
+
+    def settled(self) -> None:
+        """A lookahead has come to its end: with the last one what it was worked in is free again."""
+        binding = self._binding
+        if binding is not None and self._prepared and not self._session.working():
+            self._prepared = False
             self._ask("discarded", binding.discarded, None)
             self._foreground.poke()
 
     def close(self) -> None:
         """Give the engine's slots back."""
         self._ask("close", self.openings.close, None)
+        with self._lock:
+            self._blind = False  # no slot is taken any more
         if self._binding is not None:
             self._ask("close", self._binding.close, None)
             self._foreground.poke()  # a preload for this session ends
         self._warmth.clear()
-        self._latest = []
+        self._latest, self._sent = [], []
 
 
-def _uses(transform: Transform, engine: Any) -> bool:
-    return any(_engine(m) is engine for m in _members(transform))
-
-
-def _members(transform: Transform) -> Sequence[Any]:
-    members: Sequence[Any] = getattr(transform, "transforms", (transform,))
-    return members
-
-
-def _endpoint(member: Any) -> tuple[Any, str | None]:
-    model = getattr(member, "model", None)
-    return (model.given, model.identity) if isinstance(model, Model) else (_engine(member), None)
-
-
-def _engine(member: Any) -> Any:
-    return getattr(member, "engine", None)
+def _slotted(engine: Any) -> bool:
+    """Is it a server that is known to have slots to work in?"""
+    slots = getattr(getattr(engine, "capabilities", None), "slots", 0)
+    return isinstance(slots, int) and slots >= 2

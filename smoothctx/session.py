@@ -87,7 +87,7 @@ class Session:
         self._first_commit = True
         self._conversation = Conversation(runtime, session_id, tenant, policy, codec, getattr(engine, "rates", None))
         self._serving = Serving(runtime, self)
-        self._calls = Calls(runtime, self._conversation, self._serving, self._lock)
+        self._calls = Calls(runtime, self._conversation, self._serving, self._lock, engine)
         self._archive = Archive(runtime, self)
         self._launcher = Launcher(runtime, self, self._serving, self._archive)
         blocks = policy.transform
@@ -142,11 +142,14 @@ class Session:
 
     # -- the two calls of every turn -------------------------------------------------------------------------
 
-    def observe(self, messages: Sequence[Any]) -> LookaheadHandle | None:
+    def observe(self, messages: Sequence[Any], *, due_s: float | None = None) -> LookaheadHandle | None:
         """Segment boundary: the model's reply (or a tool result) is in ``messages``.
 
         Returns at once, from any thread: the lookahead that it started, or the live one of this branch, else
         ``None``. Never raises for bad messages or a failing transform: those become events.
+
+        ``due_s``: there is no reply yet, and the model call begins elsewhere within so many seconds. The turn then goes
+        on for that long, unless :meth:`turn_over` ends it.
         """
         try:
             with self._lock:
@@ -156,7 +159,7 @@ class Session:
                 if not isinstance(messages, list | tuple):
                     check_messages(self.codec, messages)
                 change = self._following.sync(messages, tail_only=True)
-                self._serving.end(self._token)
+                self._serving.end(self._token) if due_s is None else self._due(due_s)
                 if messages and self.branch.history.last_assistant == len(self.branch.history) - 1:
                     self._conversation.forecast.rested(now)
                 if self._rest is not None:
@@ -218,7 +221,13 @@ class Session:
         cancelled here is over: no model call is due, and nothing will ever observe it."""
         self._serving.end(self._token)
         yield
-        self._serving.begin(self._token)
+        self._due()
+
+    def _due(self, lease_s: float | None = None) -> None:
+        """This turn's model call is due: not any more where the session was closed meanwhile."""
+        with self._lock:
+            if not self.closed:
+                self._serving.begin(self._token, lease_s)
 
     # -- explicit work ---------------------------------------------------------------------------------------
 
@@ -296,6 +305,16 @@ class Session:
         """Tell us of a model call that you make yourself, so that background work keeps out of its way."""
         with self._calls.watched(self._token) as call:
             yield call
+
+    @contextmanager
+    def foreground_sync(self) -> Iterator[ForegroundCall]:
+        """:meth:`foreground` for synchronous callers. It waits for nothing."""
+        with self._calls.watched(self._token) as call:
+            yield call
+
+    def turn_over(self) -> None:
+        """No model call of this turn is due any more, and there is nothing new to :meth:`observe`."""
+        self._serving.end(self._token)
 
     # -- life ------------------------------------------------------------------------------------------------
 

@@ -29,11 +29,15 @@ async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: i
     if not who.urgent() and who.foreground is not None and _sorts(engine):
         begun = False
 
-        async def first() -> Any:
+        def begins() -> None:
             nonlocal begun
+            begun = True
+
+        async def first() -> Any:
             async with engine.stream(messages, max_tokens=max_tokens, **{**options, **waiting}) as stream:
+                stream.on_token = begins  # reasoning counts too
                 async for _ in stream:
-                    begun = True
+                    begins()
             return stream.completion
 
         done = await who.foreground.unless(lambda: not begun and who.urgent(), first)

@@ -46,13 +46,14 @@ class Gate:
         self._clock = clock
         self._say = say
 
-    async def open(self, run: Callable[[May], Awaitable[T]]) -> T:
+    async def open(self, run: Callable[[May], Awaitable[T]], say: Callable[[str], None] | None = None) -> T:
         """``await run(may)``: ``may()`` says if the next request may go out now; if not, ``foreground`` is poked when
-        it is to be asked again.
+        it is to be asked again. ``say``: told of each reason, once; the gate's own where it is not given.
 
         Raises:
             Exception: whatever ``run`` raises, as it is.
         """
+        say = self._say if say is None else say
         asked, known_until, told = anyio.Event(), -math.inf, set[str]()
 
         def may() -> bool:
@@ -71,7 +72,8 @@ class Gate:
                 if why:
                     if why not in told:
                         told.add(why)
-                        self._say(why)
+                        say(why)
+                        self._foreground.poke()  # it may be reason enough to give up
                     await anyio.sleep(wait_s)
                 else:
                     known_until = self._clock() + LOAD_TTL_S

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from smoothctx.engines.preload import Preloader
@@ -21,6 +23,14 @@ class SlottedEngine(FakeEngine):
     async def post_json(self, path: str, body: Any) -> Any:
         """It copies no slots."""
         raise EngineRefused("no", status=501)
+
+    @asynccontextmanager
+    async def stream(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> AsyncGenerator[Any]:
+        """As the client does, it lets a binding prepare a summariser's call."""
+        prepare = options.pop("lookahead", None)
+        async with nullcontext({}) if prepare is None else prepare() as own:
+            async with super().stream(messages, max_tokens=max_tokens, **options, **own) as stream:
+                yield stream
 
     def bind(self, session_id: str) -> Any:
         """With slots of its own."""

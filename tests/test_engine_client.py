@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -26,6 +27,7 @@ from smoothctx import (
     MessageError,
     Usage,
 )
+from smoothctx.endpoints import overload
 from smoothctx.engines import Binding, OpenAIEngine
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -456,7 +458,7 @@ async def test_retry_after(header: str, seconds: float | None) -> None:
         (b"data: [DONE]\n\n", _NO_ANSWER),
         (sse({"choices": [None, 3]}, {"choices": {"a": 1}}), _NO_ANSWER),
         (sse(delta("half an ans"), done=False), "ROOT/v1: the stream ended in the middle of the answer"),
-        (sse(delta("x"), {"error": {"message": "died", "code": 500}}), _REPORTED + "died"),
+        (sse(delta("x"), {"error": {"message": "died", "code": 7}}), _REPORTED + "died"),
         (b'error: {"error": {"message": "old style"}}\n\n', _REPORTED + "old style"),
     ],
 )
@@ -464,6 +466,134 @@ async def test_garbage_and_half_streams(body: bytes, text: str) -> None:
     """What is no OpenAI-compatible answer is a protocol error that shows what came."""
     error = await failure(stream(body))
     assert type(error) is EngineProtocolError and str(error) == text and error.retryable
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "code", "text"),
+    [
+        (sse({"error": {"message": "slow down", "code": 429}}), EngineOverloaded, 429, "slow down"),
+        (sse(delta("x"), {"error": {"message": "slow down", "code": "429"}}), EngineOverloaded, 429, "slow down"),
+        (sse({"error": {"message": "m", "type": "rate_limit_error"}}), EngineOverloaded, 429, "m"),
+        (sse({"error": {"message": "m", "code": "rate_limit_exceeded", "type": 1}}), EngineOverloaded, 429, "m"),
+        (sse({"error": {"message": "m", "type": "overloaded_error"}}), EngineOverloaded, 429, "m"),
+        (sse(delta("x"), {"error": {"message": "died", "code": 500}}), EngineOverloaded, 500, "died"),
+        (b'error: {"code": 503, "message": "loading"}\n\n', EngineOverloaded, 503, "loading"),
+        (
+            sse({"error": {"message": "too long", "code": 400, "type": "BadRequestError"}}),
+            EngineRefused,
+            400,
+            "too long",
+        ),
+    ],
+)
+async def test_an_error_inside_a_stream_is_the_error_of_its_status(
+    body: bytes, kind: type[EngineError], code: int, text: str
+) -> None:
+    """A limit that is told after the headers slows calls down as one that is told by them; a refusal is no retry."""
+    error = await failure(stream(body))
+    assert type(error) is kind and error.status == code and str(error) == _REPORTED + text
+
+
+_JINJA = (
+    "\n------------\nWhile executing CallExpression at line 19, column 27 in source:\n...% 2 == 0) -%}\n"
+    "Error: Jinja Exception: Conversation roles must alternate user/assistant/user/assistant/..."
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        _JINJA,
+        "Conversation roles must alternate user/assistant at row 19, column 27:\n {%- if (message",
+        "Unexpected role at row 5, column 3:\n{{ raise_exception('x') }}",
+        "Failed to parse messages: Unsupported content part type",
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+async def test_a_chat_template_that_does_not_take_the_messages_is_a_refusal(said: str, inside: bool) -> None:
+    """llama.cpp reports it as 500: it would fail each time, and says nothing of the load."""
+    body = {"error": {"code": 500, "message": said, "type": "server_error"}}
+    error = await failure(stream(sse(body)) if inside else status(500, json.dumps(body)))
+    assert type(error) is EngineRefused and error.status == 500 and not error.retryable
+    assert str(error).endswith("(the model's chat template does not take these messages)")
+    assert overload(error) is None
+
+
+def test_a_template_is_no_overload_by_the_error_of_another_client_either() -> None:
+    """What the SDKs raise for a 500 counts by its text as well."""
+
+    class Failed(Exception):
+        """As an SDK's error of a status."""
+
+        status_code = 500
+
+    assert overload(Failed(f"Error code: 500 - {_JINJA}")) is None
+    assert overload(Failed("Error code: 500 - oops")) == 0.0
+
+
+_NO_MAX_TOKENS = {
+    "error": {
+        "message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' "
+        "instead.",
+        "type": "invalid_request_error",
+        "param": "max_tokens",
+        "code": "unsupported_parameter",
+    }
+}
+
+
+async def test_a_server_that_wants_max_completion_tokens_gets_it() -> None:
+    """The refusal is understood once: the call succeeds, and later ones are sent so at once."""
+
+    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
+        refused = status(400, json.dumps(_NO_MAX_TOKENS))
+        await (refused if "max_tokens" in request.body else stream(GOOD))(request, writer)
+
+    async with engine(answer) as (client, server):
+        assert (await client.complete(HELLO, max_tokens=9, seed=1)).text == "hello"
+        await client.prefill(HELLO)
+        await client.complete(HELLO)
+    first, again, prefill, bare = (r.body for r in server.requests)
+    assert first.pop("max_tokens") == again.pop("max_completion_tokens") == 9 and first == again
+    assert prefill["max_completion_tokens"] == 1 and "max_tokens" not in prefill
+    assert "max_completion_tokens" not in bare
+
+
+async def test_many_calls_at_once_are_refused_max_tokens_once_each() -> None:
+    """Calls that went out before the first refusal came back are each sent again; none fails."""
+
+    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
+        refused = status(400, json.dumps(_NO_MAX_TOKENS))
+        await (refused if "max_tokens" in request.body else stream(GOOD))(request, writer)
+
+    async with engine(answer) as (client, server), anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(partial(client.complete, HELLO, max_tokens=9))
+    assert sum("max_completion_tokens" in r.body for r in server.requests) == 5
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "'max_tokens' or 'max_completion_tokens' is too large: 9000. This model's maximum context length is 8192",
+        "max_tokens is too large: 9000",
+        "Unsupported parameter: 'max_tokens'",
+    ],
+)
+async def test_a_refused_value_is_not_taken_for_a_refused_name(said: str) -> None:
+    """Only what names the other option as the one to use is sent again."""
+    async with engine(status(400, json.dumps({"error": {"message": said}}))) as (client, server):
+        with pytest.raises(EngineRefused):
+            await client.complete(HELLO, max_tokens=9000)
+        assert len(server.requests) == 1
+
+
+async def test_what_refuses_both_names_is_asked_twice() -> None:
+    """The second refusal is the caller's to know."""
+    async with engine(status(400, json.dumps(_NO_MAX_TOKENS))) as (client, server):
+        with pytest.raises(EngineRefused, match="max_completion_tokens"):
+            await client.complete(HELLO, max_tokens=9)
+        assert len(server.requests) == 2
 
 
 async def test_odd_choices_do_not_break_the_reader() -> None:

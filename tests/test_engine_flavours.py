@@ -137,6 +137,14 @@ def test_llama_cpp_with_one_slot_is_not_preloaded_by_default() -> None:
     assert not probed(ModelServer("llama.cpp", pages={"/props": (200, props)})).preload
 
 
+def test_llama_cpp_behind_a_proxy_is_not_preloaded_by_default() -> None:
+    """Only its API passes: nobody knows its slots, so a preload might go where the agent's cache is."""
+    gone = (404, {"detail": "Not Found"})
+    server = ModelServer("llama.cpp", pages=dict.fromkeys(("/props", "/slots", "/metrics", "/tokenize"), gone))
+    known = probed(server)
+    assert (known.flavour, known.slots, known.preload) == ("llama.cpp", 0, False)
+
+
 @pytest.mark.parametrize(
     ("url", "flavour"),
     [

@@ -10,7 +10,8 @@ import anyio.lowlevel
 import pytest
 
 from helpers import FakeSummarizer, chat, make_policy, make_runtime, now, settle, virtual
-from smoothctx.foreground import Foreground
+from smoothctx.foreground import CALL_S, Foreground
+from smoothctx.testing import FakeEngine
 
 
 def fresh(lease_s: float = 120.0) -> Foreground:
@@ -79,6 +80,85 @@ async def test_promise_11_a_turn_cancelled_at_the_hard_limit_is_over() -> None:
         assert not foreground.busy
         await session.commit(chat(20, size=100))
         assert foreground.busy, "the next turn counts as ever"
+
+
+@pytest.mark.parametrize("end", ["close", "evicted", "runtime"])
+@virtual
+async def test_promise_10_a_session_that_ends_at_the_hard_limit_leaves_no_turn(end: str) -> None:
+    """Closed, pushed out or shut down while its commit waits: no model call of its is due any more."""
+    engine = FakeEngine()
+    async with make_runtime(max_sessions=1) as runtime:
+        policy = make_policy(FakeSummarizer("hang"))
+        session = runtime.session("s", policy=policy, engine=engine)
+        foreground = runtime.foreground(engine)
+        async with anyio.create_task_group() as group:
+            group.start_soon(session.commit, chat(20, size=100))
+            await settle(1)
+            assert session.lookahead is not None and session.lookahead.promoted, "the commit waits"
+            if end == "close":
+                await session.close()
+            elif end == "evicted":
+                runtime.session("other", policy=policy)
+            else:
+                await runtime.aclose()
+        await settle(1)
+        session.observe(chat(20, size=100))
+        assert session.closed and not foreground.busy and not foreground.seen().in_flight
+
+
+@virtual
+async def test_a_call_counts_until_it_ends_however_long_it_takes() -> None:
+    """Only turns have a lease that nobody renews: a call that we see in full is in flight for as long as it is."""
+    engine = FakeEngine()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        await session.commit(chat(3))
+        async with session.foreground() as call:
+            await anyio.sleep(600)
+            assert foreground.prefilling and foreground.seen().in_flight == 1
+            call.first_token()
+            await anyio.sleep(600)
+            assert foreground.busy and not foreground.prefilling
+        assert not foreground.busy, "the turn's own lease is long over"
+
+
+@virtual
+async def test_promise_10_a_call_that_never_ends_does_not_count_for_ever() -> None:
+    """Its caller may have gone with its event loop."""
+    engine = FakeEngine()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        with session.foreground_sync():
+            await anyio.sleep(CALL_S - 1)
+            assert foreground.busy
+            await foreground.wait_idle()
+            assert now() == pytest.approx(CALL_S, abs=0.1)
+
+
+@virtual
+async def test_a_turn_whose_call_begins_elsewhere_goes_on_for_a_while() -> None:
+    """After ``observe(due_s=)``: until it is said to be over, and for so long at most."""
+    engine, messages = FakeEngine(), chat(3)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        await session.commit(messages)
+        session.observe(messages, due_s=10.0)
+        await anyio.sleep(9)
+        assert foreground.prefilling
+        session.turn_over()
+        assert not foreground.busy
+        session.observe(messages, due_s=10.0)
+        await anyio.sleep(11)
+        assert not foreground.busy
+        session.observe(messages, due_s=10.0)
+        session.observe(messages)
+        assert not foreground.busy
+        await session.close()
+        session.observe(messages, due_s=10.0)
+        assert not foreground.busy
 
 
 @virtual

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from helpers import Events, FakeSummarizer, H, make_policy, make_runtime, settle, virtual
-from smoothctx import Usage
+from smoothctx import EngineOverloaded, EngineRefused, Runtime, Usage
 from smoothctx.testing import FakeEngine
 
 
@@ -119,3 +121,108 @@ async def test_a_turn_whose_call_failed_holds_nobody_up() -> None:
         async with session.foreground():  # tried again
             assert foreground.busy
         assert not foreground.busy
+
+
+# -- an overloaded server ------------------------------------------------------------------------------------------
+
+
+class ApiError(Exception):
+    """As the clients of OpenAI and Anthropic raise it."""
+
+    def __init__(self, status_code: int, **headers: str) -> None:
+        super().__init__(f"Error code: {status_code}")
+        self.status_code = status_code
+        self.code = "rate_limit_exceeded"
+        self.response = httpx.Response(status_code, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+class Opaque(Exception):
+    """Its fields cannot be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no such field")
+
+
+def raised(status: int, **headers: str) -> httpx.HTTPStatusError:
+    """What httpx raises for such an answer."""
+    request = httpx.Request("POST", "http://server/v1/chat/completions")
+    named = {k.replace("_", "-"): v for k, v in headers.items()}
+    try:
+        httpx.Response(status, headers=named, request=request).raise_for_status()
+    except httpx.HTTPStatusError as error:
+        return error
+    raise AssertionError("it is an error")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineOverloaded("busy", status=429, retry_after_s=20.0),
+        ApiError(429, retry_after="20"),
+        ApiError(503, Retry_After="20"),
+        raised(429, Retry_After="20"),
+    ],
+    ids=["ours", "openai", "openai-503", "httpx"],
+)
+@virtual
+async def test_background_calls_leave_a_server_alone_that_refused_the_agents_own(error: Exception) -> None:
+    """Before ``Retry-After`` no summary goes there; the agent gets the very error."""
+    engine, other = FakeEngine("a summary"), FakeEngine("a summary", identity="another")
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(engine), engine=engine)
+        messages = [H(f"<{k}> question", size=100) for k in range(8)]
+        await session.commit(messages)
+        with pytest.raises(type(error)) as caught:
+            async with session.foreground():
+                raise error
+        assert caught.value is error
+        assert runtime.endpoints.rests(engine) == pytest.approx(20) and not runtime.endpoints.rests(other)
+        handle = session.schedule_transform("summarize", messages)
+        await settle(19)
+        assert not handle.done() and not engine.calls
+        await settle(30)
+        assert handle.done() and engine.calls
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("mine"), EngineRefused("wrong", status=400), ApiError(404, retry_after="20"), Opaque(), raised(418)],
+    ids=["own", "400", "404", "opaque", "418"],
+)
+@virtual
+async def test_other_errors_of_the_agents_call_say_nothing_of_its_server(error: Exception) -> None:
+    """They pass as they are, and nothing is made of them."""
+    events, engine = Events(), FakeEngine()
+    async with make_runtime(on_event=events) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        with pytest.raises(type(error)) as caught:
+            async with session.foreground():
+                raise error
+        await settle()
+        assert caught.value is error and not len(runtime.endpoints) and not events.of("error")
+
+
+@virtual
+async def test_without_an_engine_an_overload_is_nobodys() -> None:
+    """Which server the agent calls is not known then."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()))
+        with pytest.raises(ApiError):
+            async with session.foreground():
+                raise ApiError(429, retry_after="20")
+        await settle()
+        assert not len(runtime.endpoints)
+
+
+def test_an_overload_may_be_told_from_any_thread() -> None:
+    """A synchronous caller's call fails in its own thread; what is learned from it is learned on the runtime's loop."""
+    engine, told = FakeEngine(), threading.Event()
+    with Runtime.in_thread() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        with pytest.raises(ApiError), session.foreground_sync():
+            assert runtime.foreground(engine).prefilling
+            raise ApiError(429, retry_after="2000")
+        assert not runtime.foreground(engine).busy
+        runtime.later(0.001, told.set)
+        assert told.wait(30)
+        assert runtime.endpoints.rests(engine) > 1000

@@ -266,22 +266,28 @@ async def test_on_a_server_that_finds_prefixes_by_content() -> None:
 
 @virtual
 async def test_an_opening_is_made_on_an_overloaded_engine_too() -> None:
-    """Admission puts off what loads the engine; an opening asks no model, and its preload waits for a gap by itself."""
+    """It asks no model, so admission does not put it off. Nothing is sent to a server that is overloaded by its own
+    word: the opening is ready at once, cold, without a slot. On the calm server the next one is warmed."""
+    told = [Load(running=9, waiting=9)]
 
-    class Overloaded(Slotted):
+    class Told(Slotted):
         async def load(self, *, timeout_s: float = 2.0) -> Load:
-            """Others wait there, all the time."""
-            return Load(running=9, waiting=9)
+            """What it tells now."""
+            return told[-1]
 
-    events, engine = Events(), Overloaded(metrics=True)
+    events, engine = Events(), Told(metrics=True)
     async with make_runtime(on_event=events) as runtime:
         parent, messages, handle = await opened(runtime, engine)
         assert await handle.wait() is HandleState.READY and now() < 1
+        assert handle.artifact is not None and not handle.artifact.warm and not engine.calls and engine.free() == 2
         async with parent.foreground():
             late = parent.schedule_transform(isolate("Another."), messages)
             await settle(1)
-            assert late.commit(messages)[-1]["content"] == "Another." and len(engine.calls) == 1
-    assert not [n for n in events.names() if n.startswith("admission.")]
+            assert late.commit(messages)[-1]["content"] == "Another." and not engine.calls
+        told.append(Load())
+        calm = parent.schedule_transform(isolate("A third."), messages)
+        assert await calm.wait() is HandleState.READY and calm.artifact is not None and calm.artifact.warm
+    assert not [n for n in events.names() if n.startswith("admission.")] and not events.of("error")
 
 
 @pytest.mark.parametrize("how", ["argument", "policy", "engine"])

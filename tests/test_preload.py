@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given, strategies as st
 
-from smoothctx import EngineUnreachable, Usage
+from smoothctx import EngineRefused, EngineUnreachable, Usage
 from smoothctx.engines import OpenAIEngine, PreloadReport
 from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Preloader, Warmth, head, valid
 from smoothctx.foreground import Foreground
@@ -91,6 +91,10 @@ def _common(a: str, b: str) -> str:
     return "".join(x for x, _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False)))
 
 
+#: stands behind a part that ends with a reply
+STUB = {"role": "user", "content": "."}
+
+
 def foreground() -> Foreground:
     """A foreground on the virtual clock."""
     return Foreground(_loop_time)
@@ -107,7 +111,7 @@ def always() -> bool:
 
 
 def test_each_prefix_extends_the_last() -> None:
-    """Every request holds what the one before held and more; the last one is the whole view, as it is."""
+    """Every request holds what the one before held and more; the last one is the whole view, its own messages."""
     server, view = Server(), conversation()
 
     async def main() -> PreloadReport:
@@ -119,7 +123,8 @@ def test_each_prefix_extends_the_last() -> None:
     for before, after in itertools.pairwise(prompts):
         stem = before.removesuffix("<user>.")
         assert after.startswith(stem) and len(after) > len(stem)
-    assert all(a is b for a, b in zip(server.sent[-1], view, strict=True))
+    assert all(a is b for a, b in zip(server.sent[-1], [*view, server.sent[-1][-1]], strict=True))
+    assert server.sent[-1][-1] == STUB
     assert report.complete and report.requests == len(prompts) and report.aborted == 0
     assert report.tokens == len(prompts[-1]) // 4 + 1
     assert report.usage.calls == len(prompts) and report.usage.cached_tokens is not None
@@ -150,6 +155,20 @@ def test_slow_server_gets_the_smallest_chunks() -> None:
     assert run_virtual(main).complete
     sizes = [len(text(m)) for m in server.sent]
     assert all(b - a <= MIN_CHUNK * 1.25 + 40 for a, b in itertools.pairwise(sizes[1:]))
+
+
+@pytest.mark.parametrize("known", [None, 25.0, 100.0, 5000.0])
+def test_the_first_chunk_follows_what_is_known_of_the_engine(known: float | None) -> None:
+    """Its other calls have shown how fast it is: the first chunk takes no longer than the others may."""
+    server, view = Server(rate=4 * (known or 100.0)), conversation(turns=8)
+
+    async def main() -> PreloadReport:
+        own = preloader(chunk_delay_s=1.0)
+        return await own.run(server.send, lambda: view, foreground=foreground(), needed=always, known_rate=known)
+
+    assert run_virtual(main).complete
+    expected = FIRST_CHUNK if known is None else min(2 * FIRST_CHUNK, max(MIN_CHUNK, 4 * int(known)))
+    assert sum(len(m["content"]) for m in server.sent[0] if m != STUB) == expected
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -288,7 +307,7 @@ def test_promise_15_another_view_starts_anew() -> None:
         return await preloader().run(server.send, lambda: views[0], foreground=foreground(), needed=always)
 
     assert run_virtual(main).complete
-    assert text(server.sent[-1]) == text(new)
+    assert text(server.sent[-1]) == text([*new, STUB])
 
 
 def test_not_needed_stops_it() -> None:
@@ -335,6 +354,25 @@ def test_not_needed_while_a_turn_begins_is_no_second_request() -> None:
 
     report = run_virtual(main)
     assert (report.complete, report.aborted, report.requests) == (False, 1, 0) and len(server.sent) == 1
+
+
+def test_what_was_refused_has_left_nothing() -> None:
+    """Nothing is taken for warm after a refusal, nor was the place touched; what an earlier request left stays."""
+    server, view, warmth = Server(), conversation(), Warmth()
+
+    async def main() -> None:
+        async def refuse() -> None:
+            raise EngineRefused("no", status=400)
+
+        server.before = refuse
+        own = preloader(strategy="abort")
+        for begun in (False, True):
+            with pytest.raises(EngineRefused):
+                await own.run(server.send, lambda: view, foreground=foreground(), needed=always, warmth=warmth)
+            assert warmth.begun is begun and warmth.held == 0
+            warmth.begun = True
+
+    run_virtual(main)
 
 
 def test_errors_pass_as_they_are() -> None:
@@ -426,15 +464,15 @@ async def with_turns(server: Server, work: Any, *, pause: float, length: float, 
 
 
 def test_abort_is_one_request() -> None:
-    """Undisturbed, the whole view goes out once, as it is."""
+    """Undisturbed, the whole view goes out once."""
     server, view = Server(), conversation()
 
     async def main() -> PreloadReport:
         return await preloader(strategy="abort").run(server.send, lambda: view, foreground=foreground(), needed=always)
 
     report = run_virtual(main)
-    assert report.complete and report.requests == 1 and [text(m) for m in server.sent] == [text(view)]
-    assert all(a is b for a, b in zip(server.sent[0], view, strict=True))
+    assert report.complete and report.requests == 1 and [text(m) for m in server.sent] == [text([*view, STUB])]
+    assert all(a is b for a, b in zip(server.sent[0][:-1], view, strict=True))
 
 
 def test_abort_gives_way_at_once_and_goes_on_from_what_stayed() -> None:
@@ -452,7 +490,7 @@ def test_abort_gives_way_at_once_and_goes_on_from_what_stayed() -> None:
 
     report = run_virtual(main)
     assert report.complete and report.requests == 1 and report.aborted == server.aborted >= 5
-    assert {text(m) for m in server.sent} == {text(view)}
+    assert {text(m) for m in server.sent} == {text([*view, STUB])}
 
 
 def test_what_an_aborted_request_evaluated_is_not_cold() -> None:
@@ -514,8 +552,9 @@ def test_aborts_that_lead_nowhere_end() -> None:
         return report
 
     report = run_virtual(main)
-    assert report.complete and [text(m) for m in server.sent[:3]] == [text(view)] * 3
-    assert len(text(server.sent[3])) < len(text(view)) and text(server.sent[-1]) == text(view)
+    whole = text([*view, STUB])
+    assert report.complete and [text(m) for m in server.sent[:3]] == [whole] * 3
+    assert len(text(server.sent[3])) < len(whole) and text(server.sent[-1]) == whole
 
 
 def test_the_strategy_is_asked_each_time() -> None:
@@ -692,7 +731,7 @@ CALLS: list[Message] = [
 
 
 def test_promise_03_a_cut_prompt_is_valid() -> None:
-    """Wherever the cut falls, each call has its results, and a user's message is there."""
+    """Wherever the cut falls, each call has its results, a user's message is there, and no reply stands at the end."""
     for size in range(1, 300):
         part, _ = head(CALLS, size)
         prompt = valid(part, CALLS)
@@ -700,6 +739,31 @@ def test_promise_03_a_cut_prompt_is_valid() -> None:
         called = [c["id"] for m in prompt for c in m.get("tool_calls") or ()]
         assert [m["tool_call_id"] for m in prompt if m["role"] == "tool"] == called
         assert prompt[: len(part)] == part
+        assert prompt[-1]["role"] != "assistant"
+
+
+def test_promise_03_a_view_that_ends_with_a_reply_is_valid() -> None:
+    """A server that refuses a prompt with a reply at its end warms it all the same, and the next turn's call finds all
+    of the view in the cache."""
+    view = conversation(turns=6)
+
+    class Thinking(Server):
+        async def send(self, messages: Sequence[Message]) -> Any:
+            if messages[-1]["role"] == "assistant":
+                raise EngineRefused("Assistant response prefill is incompatible with enable_thinking.", status=400)
+            return await super().send(messages)
+
+    for strategy in ("abort", "growing"):
+        server, warmth = Thinking(), Warmth()
+
+        async def main(server: Server = server, warmth: Warmth = warmth, strategy: Any = strategy) -> PreloadReport:
+            own = preloader(strategy=strategy)
+            return await own.run(server.send, lambda: view, foreground=foreground(), needed=always, warmth=warmth)
+
+        assert run_virtual(main).complete
+        asked = [*view, {"role": "user", "content": "and then?"}]
+        assert len(_common(text(asked), server.cached)) >= len(text(view))
+        assert warmth.covers(view, 0) and warmth.covers(asked, 9) and not warmth.covers(asked, 8)
 
 
 def test_promise_03_a_whole_view_that_ends_with_an_open_call_is_valid() -> None:

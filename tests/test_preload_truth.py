@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -24,14 +22,6 @@ class Slotted(SlottedEngine):
 
     def __init__(self, slots: int = 4) -> None:
         super().__init__(*["A summary."] * 50, speed=Speed(5000.0, 100.0), slots=slots)
-
-    @asynccontextmanager
-    async def stream(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> AsyncGenerator[Any]:
-        """As the client does, it lets a binding prepare a summariser's call."""
-        prepare = options.pop("lookahead", None)
-        async with nullcontext({}) if prepare is None else prepare() as own:
-            async with super().stream(messages, max_tokens=max_tokens, **options, **own) as stream:
-                yield stream
 
 
 async def ask(session: Session, engine: FakeEngine, messages: list[Message]) -> EngineCall:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 
 from helpers import A, FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
 from smoothctx import HandleState, Isolate, KeepRecent, Policy, Speed, Summarize
+from smoothctx.engines import Capabilities, OpenAIEngine
 from smoothctx.testing import FakeEngine
 
 
@@ -131,6 +135,42 @@ async def test_what_has_begun_is_not_sent_again() -> None:
         priorities = [c.options["priority"] for c in engine.calls]
         assert priorities[0] == 20 and set(priorities[1:]) == {1}
         assert all(c.outcome == "done" for c in engine.calls)
+
+
+class Reasoning(httpx.AsyncByteStream):
+    """Ten seconds of reasoning, then the summary."""
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        for k in range(11):
+            delta = {"reasoning_content": "hm"} if k < 10 else {"content": "A summary."}
+            yield f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n".encode()
+            await asyncio.sleep(1)
+        yield b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+
+
+@virtual
+async def test_what_reasons_already_is_not_sent_again() -> None:
+    """A token of reasoning is one: what the model has thought so far is not thrown away."""
+    priorities: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        priorities.append(json.loads(request.content)["priority"])
+        return httpx.Response(200, stream=Reasoning())
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    engine = OpenAIEngine("http://x", "m", client=client, clock=now)
+    engine.capabilities = Capabilities(flavour="vllm", priority="lower", priority_sure=True, prefix_caching=True)
+    policy = Policy(
+        Summarize(engine, keep=("messages", 4), max_tokens=64, facts=False), context_window=4000, preload_kv=False
+    )
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy, engine=engine)
+        handle = session.observe(chat(20, size=80))
+        assert handle is not None
+        await settle(3)
+        assert priorities == [20]
+        handle.promote()
+        assert await handle.wait(60) is HandleState.READY and priorities == [20]
 
 
 @virtual

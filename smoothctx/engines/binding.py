@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..foreground import Foreground
+from ..work import MAX_DEFER_S
 from .flavours import Level
 from .preload import Preloader, PreloadReport, Warmth
 
@@ -22,10 +23,18 @@ class EngineBinding(Protocol):
         """Options of the agent's next call (slot, salt, priority)."""
         ...
 
-    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
+    def transform_options(
+        self,
+        foreground: Foreground,
+        urgent: Callable[[], bool],
+        *,
+        turn: Callable[[], bool] | None = None,
+        wait_s: float = MAX_DEFER_S,
+    ) -> Mapping[str, Any]:
         """Options of a summariser's call that extends the agent's cached prefix.
 
-        ``urgent()`` says that a turn waits for it: it then keeps out of nobody's way.
+        ``urgent()`` says that a turn waits for it: it then keeps out of nobody's way. ``turn()``: is one of the session
+        itself in flight or due? (``None``: as ``foreground`` says.) It waits for turns ``wait_s`` seconds at most.
         """
         ...
 
@@ -105,7 +114,14 @@ class Binding:
         """The foreground's priority, and the cache salt: what is warmed must be what is sent."""
         return self._options("foreground")
 
-    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
+    def transform_options(
+        self,
+        foreground: Foreground,
+        urgent: Callable[[], bool],
+        *,
+        turn: Callable[[], bool] | None = None,
+        wait_s: float = MAX_DEFER_S,
+    ) -> Mapping[str, Any]:
         """The salt, and the priority of what a turn waits for, or of a lookahead; :mod:`smoothctx.urgency` renews that
         one with each call."""
         return self._options("promoted" if urgent() else "lookahead")
@@ -127,7 +143,14 @@ class Binding:
             return await self._engine.prefill(messages, **{**request, **self._options("lookahead")})
 
         return await self._preloader.run(
-            send, view, foreground=foreground, needed=needed, hurried=hurried, may=may, warmth=warmth
+            send,
+            view,
+            foreground=foreground,
+            needed=needed,
+            hurried=hurried,
+            may=may,
+            warmth=warmth,
+            known_rate=getattr(getattr(self._engine, "rates", None), "prefill", None),
         )
 
     def committed(self, warm: bool) -> None:

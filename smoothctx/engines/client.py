@@ -7,16 +7,17 @@ read from ``usage.prompt_tokens_details.cached_tokens`` and are ``None`` where t
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import anyio
 import httpx
 
-from ..errors import ConfigurationError, EngineProtocolError, EngineUnreachable
+from ..errors import ConfigurationError, EngineProtocolError, EngineRefused, EngineUnreachable
 from .binding import Binding, EngineBinding
 from .completion import Completion, Rates, Stream
 from .flavours import Capabilities, Level, probe
@@ -24,9 +25,15 @@ from .http import Server
 from .load import Load, read_load, read_slots
 from .preload import CHUNK_DELAY_S, Preloader, Strategy
 from .slots import SlotBinding, SlotTable
-from .wire import read_events, without_delivery
+from .wire import read_events, refused_option, without_delivery
 
 __all__ = ("Completion", "OpenAIEngine", "Rates", "Stream")
+
+_CHAT = "/v1/chat/completions"
+#: the option that caps an answer, and what hosted reasoning models want instead
+_CAP, _NEW_CAP = "max_tokens", "max_completion_tokens"
+#: a refusal of the option's name, unlike one of its value ("max_tokens or max_completion_tokens is too large")
+_UNSUPPORTED = re.compile(r"unsupported|not supported|instead|unrecogni[sz]ed|unknown|deprecated", re.IGNORECASE)
 
 
 class OpenAIEngine(Server):
@@ -98,6 +105,7 @@ class OpenAIEngine(Server):
         self._strategy: Strategy | None = preload_strategy
         self._chunk_delay_s = chunk_delay_s
         self._salt = cache_salt
+        self._cap = _CAP
         self._table: SlotTable | None = None
 
     @property
@@ -137,13 +145,29 @@ class OpenAIEngine(Server):
                 **body_options,
             }
             if max_tokens is not None:
-                body["max_tokens"] = max_tokens
-            started = self.clock()  # a server may send even its headers with the first token only
-            async with self._post("/v1/chat/completions", body) as response:
+                body[self._cap] = max_tokens
+            async with self._ask(body) as (started, response):
                 async with aclosing(read_events(response, self.url)) as events:
                     stream = Stream(events, self.clock, self.url, self.rates, started=started, prompt=messages)
                     yield stream
                     self._saw(stream.completion)
+
+    @asynccontextmanager
+    async def _ask(self, body: dict[str, Any]) -> AsyncGenerator[tuple[float, httpx.Response]]:
+        """Post it, and once more where the server refuses the name of the cap and says the one that it takes: when
+        it was sent, and the response."""
+        async with AsyncExitStack() as stack:
+            started = self.clock()  # a server may send even its headers with the first token only
+            try:
+                response = await stack.enter_async_context(self._post(_CHAT, body))
+            except EngineRefused as refused:
+                if not _wants_new_cap(refused, body):
+                    raise
+                self._cap = _NEW_CAP
+                body = {(_NEW_CAP if name == _CAP else name): value for name, value in body.items()}
+                started = self.clock()
+                response = await stack.enter_async_context(self._post(_CHAT, body))
+            yield started, response
 
     async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
         """Evaluate a prompt so that the server caches it: one token is generated, since some servers refuse zero.
@@ -233,7 +257,8 @@ class OpenAIEngine(Server):
     def bind(self, session_id: str) -> EngineBinding:
         """One session's relation to this engine (preload, options of its calls).
 
-        Slots of its own where ``probe`` found a llama.cpp server with two or more, so probe before the first session.
+        Slots of its own where ``probe`` found a llama.cpp server with two or more. Each engine object hands out all of
+        them: share one among all sessions on a server.
         """
         known = self.capabilities
         if known is None or known.slots < 2:
@@ -266,6 +291,11 @@ class OpenAIEngine(Server):
 
     def __repr__(self) -> str:
         return f"OpenAIEngine({self.root!r}, {self.model!r})"
+
+
+def _wants_new_cap(refused: EngineRefused, body: Mapping[str, Any]) -> bool:
+    named = refused_option(refused, (_CAP,)) and refused_option(refused, (_NEW_CAP,))
+    return bool(named) and _CAP in body and _NEW_CAP not in body and _UNSUPPORTED.search(str(refused)) is not None
 
 
 @asynccontextmanager

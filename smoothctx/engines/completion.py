@@ -11,7 +11,7 @@ import anyio
 from ..errors import EngineError, EngineProtocolError
 from ..tokens import MESSAGE_TOKENS, count_text
 from ..usage import Usage
-from .wire import DONE, dicts, error_text, read_usage, shown
+from .wire import DONE, dicts, raise_for_event, read_usage, shown
 
 #: seconds that a server gets to end its answer after the last event, so that the connection can be used again
 _END_S = 0.1
@@ -95,10 +95,7 @@ class Stream:
             if event is DONE:
                 ended = True
                 break
-            if event.get("error"):
-                raise EngineProtocolError(
-                    f"{self._url}: the server reported an error in the stream: {error_text(event)}"
-                )
+            raise_for_event(self._url, event)
             if isinstance(event.get("usage"), dict):
                 usage = read_usage(event["usage"])
             for choice in dicts(event.get("choices")):

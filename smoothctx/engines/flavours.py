@@ -234,8 +234,8 @@ def _read(found: _Found, engine: OpenAIEngine) -> Capabilities:
         context_window=_whole(window),
         priority=priority,
         priority_sure=sure,
-        # In a single slot a preload would take the place of what the agent has there.
-        preload=own and caching is not False and slots != 1,
+        # In a single slot, or in one that nobody chose, a preload would take the place of what the agent has there.
+        preload=own and caching is not False and (flavour != "llama.cpp" or slots >= 2),
         slots=slots,
         metrics=read_load(metrics).known,
         cached_tokens=reports if isinstance(reports, bool) else None,

@@ -29,6 +29,8 @@ Strategy = Literal["growing", "abort"]
 CHUNK_DELAY_S = 0.1
 #: characters of the first chunk, before a rate is known, and of the smallest and the largest one
 FIRST_CHUNK = 512
+#: characters of a token, before any were counted
+TOKEN_CHARS = 4
 MIN_CHUNK = 128
 MAX_CHUNK = 65_536
 #: seconds that a preload takes at most, its waiting for idle time included, whatever the policy says
@@ -61,7 +63,7 @@ class Warmth:
     tokens: int = 0
     #: characters that are likely warm too, of a request that was aborted
     likely: int = 0
-    #: a request for it went out: the place may hold some of it
+    #: a request for it went out and was not refused: the place may hold some of it
     begun: bool = False
     #: the last answers in a row that deny that what was evaluated before stayed
     misses: int = 0
@@ -87,9 +89,14 @@ class Warmth:
             part.append(theirs)
         self.part, self.done, self.tokens, self.likely = part, size_of(part), 0, 0
 
+    @property
+    def held(self) -> int:
+        """Characters that are warm, or likely so."""
+        return 0 if self.misses else max(self.done, self.likely)
+
     def cold(self, messages: Messages) -> float:
         """The share of ``messages`` that is still to be evaluated, as far as can be told."""
-        return 1.0 if self.misses else max(0.0, 1 - max(self.done, self.likely) / max(1, size_of(messages)))
+        return max(0.0, 1 - self.held / max(1, size_of(messages)))
 
     def covers(self, messages: Messages, spare: int) -> bool:
         """Is it the beginning of ``messages``, with at most ``spare`` characters behind it?"""
@@ -139,6 +146,7 @@ class Preloader:
         #: measured prefill rate, tokens per second
         self.rate: float | None = None
         self._speed: float | None = None  # the same in new characters per second
+        self._expected: float | None = None  # the same, before the first was measured
         self._last = FIRST_CHUNK
         self._per_token: float | None = None  # characters
         self._grain: int | None = None  # the fewest tokens that an answer reported as cached
@@ -154,6 +162,7 @@ class Preloader:
         keeps: bool = False,
         may: Callable[[], bool] = lambda: True,
         warmth: Warmth | None = None,
+        known_rate: float | None = None,
     ) -> PreloadReport:
         """Warm ``view()`` until nothing is left of it, until it is not needed any more, or until the server's answers
         have shown that nothing stays.
@@ -161,11 +170,14 @@ class Preloader:
         ``hurried(rate)`` says that idle time alone is too little at that rate (tokens per second); work then goes on
         beside the foreground's decode. ``keeps``: the engine is known to keep what an aborted request evaluated.
         ``may()`` is asked before each request, last of all, and whenever the foreground changes. ``warmth``: what is
-        warm already, from which this goes on, and what it has come to at the end.
+        warm already, from which this goes on, and what it has come to at the end. ``known_rate``: tokens per second
+        that the engine's other calls showed, for as long as none was measured here.
 
         Raises:
             Exception: whatever ``send`` raises, as it is.
         """
+        if known_rate is not None:
+            self._expected = known_rate * TOKEN_CHARS
         warmth = Warmth() if warmth is None else warmth
         carried = warmth.done > 0
         requests, aborted, in_row = 0, 0, 0
@@ -185,7 +197,7 @@ class Preloader:
             if warmth.done >= total and not warmth.misses:  # else it is sent once more: did it stay now?
                 complete = True
                 break
-            await foreground.wait_until(lambda: allowed() or not needed())
+            await foreground.wait_until(lambda: not needed() or allowed())
             if not needed():
                 break
             done, tokens, epoch = warmth.done, warmth.tokens, warmth.epoch
@@ -193,13 +205,20 @@ class Preloader:
             part, upto = head(messages, total if whole else self._end(done, tokens, total))
             prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
-            warmth.begun = True
-            with foreground.warming():
-                reply = await foreground.unless(lambda: foreground.prefilling or not needed(), partial(send, prompt))
+            before, warmth.begun = warmth.begun, True
+            try:
+                with foreground.warming():
+                    reply = await foreground.unless(
+                        lambda: foreground.prefilling or not needed(), partial(send, prompt)
+                    )
+            except Exception:  # refused: of this request the place holds nothing
+                if warmth.epoch == epoch:
+                    warmth.begun = before
+                raise
             if reply is None:
                 aborted, in_row = aborted + 1, in_row + 1
-                if keeps and self._speed is not None and warmth.epoch == epoch:
-                    more = int(self._speed * (self._now() - started))
+                if keeps and (speed := self._speed or self._expected) is not None and warmth.epoch == epoch:
+                    more = int(speed * (self._now() - started))
                     warmth.likely = min(upto, max(done, warmth.likely) + more)
                 if carried and not requests and in_row >= _EVICTED:
                     warmth.restart()
@@ -250,10 +269,11 @@ class Preloader:
         return min(total, done + max(MIN_CHUNK, round((step + _TAIL + step // 8) * self._per_token)))
 
     def _chunk(self) -> int:
-        if self._speed is None:
+        speed = self._speed or self._expected
+        if speed is None:
             return FIRST_CHUNK
         # What the server had cached already looks fast: grow step by step.
-        return max(MIN_CHUNK, min(MAX_CHUNK, 2 * self._last, int(self._speed * self._delay)))
+        return max(MIN_CHUNK, min(MAX_CHUNK, 2 * self._last, int(speed * self._delay)))
 
     def _learn(self, sent: int, upto: int, usage: Usage, seconds: float, *, alone: bool) -> None:
         """Take one request: only what was really evaluated says something of the rate."""
@@ -326,9 +346,11 @@ def head(messages: Messages, size: int) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def valid(part: Sequence[Mapping[str, Any]], messages: Messages) -> list[Mapping[str, Any]]:
-    """A cut conversation that servers accept: a result for each call, and a user's message.
+    """A cut conversation that servers accept: a result for each call, a user's message, and no reply at the end.
 
-    The stubs stand after the cut, so what was evaluated before it stays the prefix of the whole.
+    A prompt that ends with the assistant's reply is refused by llama.cpp with a thinking model and by some APIs, and
+    others go on writing that reply. The stubs stand after the cut, so what was evaluated before it stays the prefix of
+    the whole.
     """
     fixed = list(part)
     last = max((k for k, m in enumerate(part) if m.get("tool_calls")), default=None)
@@ -337,6 +359,7 @@ def valid(part: Sequence[Mapping[str, Any]], messages: Messages) -> list[Mapping
         for call in part[last]["tool_calls"]:
             if call.get("id") not in answered:
                 fixed.append({"role": "tool", "tool_call_id": call.get("id"), "content": ""})
-    if not any(m.get("role") == "user" for m in part) and any(m.get("role") == "user" for m in messages):
+    asked = any(m.get("role") == "user" for m in part) or not any(m.get("role") == "user" for m in messages)
+    if not asked or (fixed and fixed[-1].get("role") == "assistant"):
         fixed.append({"role": "user", "content": "."})
     return fixed

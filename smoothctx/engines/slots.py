@@ -18,13 +18,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from ..errors import ClosedError, EngineError
 from ..foreground import Foreground
+from ..work import MAX_DEFER_S
 from .preload import Preloader, PreloadReport, Warmth
 
 if TYPE_CHECKING:
     from .binding import EngineBinding
     from .client import OpenAIEngine
+
+
+#: seconds that a summariser waits for a moment without any turn on the engine
+GAP_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +102,8 @@ class SlotBinding:
         self._agent = table.take() if begun else None
         self._offer: Offer | None = None  # of a warm slot that waits for its agent
         self._spare: int | None = None
+        #: the spare slot holds what the agent's own begins with: a summariser that continues it has written there
+        self.aligned = False
         self._held: Warmth | None = None  # of what was sent to the spare slot, in part at least
         self._desk: _Desk | None = None
         self._closed = False
@@ -111,26 +120,46 @@ class SlotBinding:
         agent = self._agent
         return {} if agent is None else {"id_slot": agent, "cache_prompt": True}
 
-    def transform_options(self, foreground: Foreground, urgent: Callable[[], bool]) -> Mapping[str, Any]:
-        """Run the summariser beside the agent's slot, on a copy of its cache (``engine.stream`` understands it)."""
-        return {"lookahead": lambda: self._aligned(foreground, urgent)}
+    def transform_options(
+        self,
+        foreground: Foreground,
+        urgent: Callable[[], bool],
+        *,
+        turn: Callable[[], bool] | None = None,
+        wait_s: float = MAX_DEFER_S,
+    ) -> Mapping[str, Any]:
+        """Run the summariser beside the agent's slot, on a copy of its cache (``engine.stream`` understands it).
+
+        It waits a little for a moment without any turn, and for the end of the session's own ``turn``, whose slot is
+        to be copied; ``wait_s`` seconds at most.
+        """
+        own = turn if turn is not None else lambda: foreground.busy
+        return {"lookahead": lambda: self._aligned(foreground, urgent, own, wait_s)}
 
     @asynccontextmanager
-    async def _aligned(self, foreground: Foreground, urgent: Callable[[], bool]) -> AsyncGenerator[Mapping[str, Any]]:
+    async def _aligned(
+        self, foreground: Foreground, urgent: Callable[[], bool], turn: Callable[[], bool], wait_s: float
+    ) -> AsyncGenerator[Mapping[str, Any]]:
         desk = self._sit()
         if desk is None:
             yield {}
             return
         try:
-            await foreground.wait_until(lambda: not foreground.busy or urgent())
+            at_rest = False
+            with anyio.move_on_after(wait_s):
+                with anyio.move_on_after(GAP_WAIT_S):
+                    await foreground.wait_until(lambda: not foreground.busy or urgent())
+                await foreground.wait_until(lambda: not turn() or urgent())
+                at_rest = True
             agent = self._agent
             if agent is None or self._desk is not desk:  # the slots went back meanwhile
                 yield {}
                 return
             file = {"filename": f"to-slot-{desk.slot}.bin"}  # overwritten by the next copy: no more files than slots
             try:
-                await self._engine.post_json(f"/slots/{agent}?action=save", file)
-                await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
+                if at_rest:  # else the server would not copy it before that turn ends
+                    await self._engine.post_json(f"/slots/{agent}?action=save", file)
+                    await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
             except EngineError:
                 pass  # without the copy the prompt is evaluated anew: slower, never wrong
             yield {"id_slot": desk.slot, "cache_prompt": True}
@@ -146,11 +175,12 @@ class SlotBinding:
             if self._desk is None:
                 slot = None if self._holds else self._take_spare()
                 if slot is not None:
-                    self._spare = None
+                    self._empty()
                 elif self._holds:
                     slot = self._table.take()
                     if slot is None:  # better warm the view again than put an agent's own slot at risk
-                        slot, self._spare = self._spare, None
+                        slot = self._spare
+                        self._empty()
                         self._drop()
                 if slot is None:
                     return None
@@ -165,7 +195,7 @@ class SlotBinding:
             if self._desk is desk and not desk.writers:
                 self._desk = None
                 if self._spare is None:
-                    self._spare = desk.slot
+                    self._spare, self.aligned = desk.slot, True
                 else:
                     self._table.give(desk.slot)
 
@@ -185,7 +215,7 @@ class SlotBinding:
         What another view has there is lost; its own preload ends then.
         """
         own = Warmth() if warmth is None else warmth
-        if self._take_spare() is None and self._desk is None:
+        if not needed() or (self._take_spare() is None and self._desk is None):
             return PreloadReport(complete=False)
         sent = False
 
@@ -213,6 +243,7 @@ class SlotBinding:
             keeps=True,
             may=lambda: may() and self._take_spare() is not None,
             warmth=own,
+            known_rate=self._engine.rates.prefill,
         )
 
     @property
@@ -246,7 +277,8 @@ class SlotBinding:
         """Nobody may ever send what is warm here: until it is taken over, others may have the slot."""
         with self._lock:
             if self._spare is not None:
-                self._offer, self._spare = self._table.offer(self._spare), None
+                self._offer = self._table.offer(self._spare)
+                self._empty()
 
     def take_over(self, opening: EngineBinding) -> None:
         """The agent goes to the slot in which its opening was warmed, and gives its own back."""
@@ -263,8 +295,9 @@ class SlotBinding:
         if table is not self._table:
             return None
         with self._lock:
-            slot, self._spare = self._spare, None
-            offer, self._offer = self._offer, None
+            slot, offer = self._spare, self._offer
+            self._offer = None
+            self._empty()
         return slot if offer is None else table.reclaim(offer)
 
     def close(self) -> None:
@@ -287,7 +320,11 @@ class SlotBinding:
     def _give_spare(self) -> None:
         self._drop()
         self._table.give(self._spare)
-        self._spare = None
+        self._empty()
+
+    def _empty(self) -> None:
+        """There is no spare slot any more."""
+        self._spare, self.aligned = None, False
 
     def _drop(self) -> None:
         """What the spare slot holds is lost."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from ..errors import EngineError, EngineOverloaded, EngineProtocolError, EngineRefused, EngineUnreachable
+from ..errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUnreachable,
+    refuses_messages,
+)
 from ..retry import retry_after
 from ..usage import Usage
 
@@ -18,6 +26,7 @@ _RETRYABLE = frozenset({408, 409, 425, 429})
 #: bytes of a server's error text that are shown
 _ERROR_TEXT = 500
 #: what to do about a refusal
+_TEMPLATE_HINT = " (the model's chat template does not take these messages)"
 _HINTS = {401: " (check api_key)", 403: " (check api_key)", 404: " (check the URL and the model's name)"}
 #: bytes of a stream without a newline after which it is garbage
 _LINE = 16 * 1024 * 1024
@@ -77,7 +86,8 @@ async def read_events(response: httpx.Response, url: str) -> AsyncGenerator[dict
 
 def _event(line: bytes, url: str) -> dict[str, Any] | None:
     line = line.strip()
-    if line.startswith(b"error:"):
+    failed = line.startswith(b"error:")
+    if failed:
         line = b"data:" + line[6:]
     if not line.startswith(b"data:"):
         return None
@@ -92,7 +102,7 @@ def _event(line: bytes, url: str) -> dict[str, Any] | None:
         raise EngineProtocolError(f"{url}: the stream is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
         raise EngineProtocolError(f"{url}: expected JSON objects in the stream, got {data[:80]!r}")
-    return event
+    return {"error": event} if failed and "error" not in event else event
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
@@ -173,9 +183,46 @@ def raise_for_status(url: str, status: int, text: str, headers: Mapping[str, str
     except (ValueError, RecursionError):
         said = text.strip()[:_ERROR_TEXT]
     what = f"{url}: HTTP {status}" + (f": {said}" if said else "")
+    raise _failure(what, status, said, retry_after(headers))
+
+
+def raise_for_event(url: str, event: Mapping[str, Any]) -> None:
+    """Raise the ``EngineError`` of an error that comes inside a stream; nothing for other events.
+
+    Its code is the HTTP status which it would have had before the answer began.
+    """
+    error = event.get("error")
+    if not error:
+        return
+    said = error_text(event)
+    what = f"{url}: the server reported an error in the stream: {said}"
+    status = _status(error)
+    raise EngineProtocolError(what) if status is None else _failure(what, status, said, None)
+
+
+def _status(error: Any) -> int | None:
+    """The HTTP status in an error's fields, where they tell one: as a number, or by the names of an overload."""
+    fields = [error.get(name) for name in ("code", "status", "type")] if isinstance(error, dict) else []
+    for value in fields:
+        if isinstance(value, int | str) and re.fullmatch(r"[45]\d\d", str(value)):
+            return int(value)
+    for value in fields:
+        if isinstance(value, str) and re.search(r"rate.?limit|resource_exhausted|overloaded", value, re.IGNORECASE):
+            return 429
+    return None
+
+
+def _failure(what: str, status: int, said: str, retry_after_s: float | None) -> EngineError:
+    if status >= 500 and refuses_messages(said):
+        return EngineRefused(what + _TEMPLATE_HINT, status=status)
     if status in _RETRYABLE or status >= 500:
-        raise EngineOverloaded(what, status=status, retry_after_s=retry_after(headers))
-    raise EngineRefused(what + _HINTS.get(status, ""), status=status)
+        return EngineOverloaded(what, status=status, retry_after_s=retry_after_s)
+    return EngineRefused(what + _HINTS.get(status, ""), status=status)
+
+
+def refused_option(error: EngineRefused, options: Iterable[str]) -> str | None:
+    """The first of these request options which a refusal names, ``None`` where it names none of them."""
+    return next((name for name in options if re.search(rf"\b{re.escape(name)}\b", str(error))), None)
 
 
 def unreachable(url: str, error: httpx.HTTPError) -> EngineError:
