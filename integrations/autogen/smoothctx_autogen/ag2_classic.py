@@ -17,7 +17,8 @@ except ImportError as error:
 import asyncio
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 from smoothctx.errors import ClosedError, ConfigurationError
@@ -113,19 +114,28 @@ class Attached:
         self._met: weakref.WeakSet[Session] = weakref.WeakSet()  # those that were given what was saved
         self._turns: weakref.WeakKeyDictionary[Any, tuple[Session, list[Any]]] = weakref.WeakKeyDictionary()
         self._raw = RawTurns("ag2_classic")
-        agent.register_hook(_BEFORE_REPLY, self._before_reply)
-        agent.register_hook(_BEFORE_SEND, self._before_send)
-        # There is no hook for it, and whoever clears a history wants what was made of it gone as well.
-        self._clear_history = agent.clear_history
-        agent.clear_history = self._cleared
+        self._hooks = {_BEFORE_REPLY: self._before_reply, _BEFORE_SEND: self._before_send}
+        for point, hook in self._hooks.items():
+            agent.register_hook(point, hook)
+        # There are no hooks for these. Whoever clears a history wants what was made of it gone as well, and a turn is
+        # over with its reply, also where that failed or is sent to nobody.
+        self._around = {
+            "clear_history": self._cleared,
+            "generate_reply": self._generate_reply,
+            "a_generate_reply": self._a_generate_reply,
+        }
+        self._own = {name: getattr(agent, name) for name in self._around}
+        for name, wrapper in self._around.items():
+            setattr(agent, name, wrapper)
 
     def detach(self) -> None:
         """Take the hooks off and end the agent's sessions. Detaching twice is fine."""
-        for point, hook in ((_BEFORE_REPLY, self._before_reply), (_BEFORE_SEND, self._before_send)):
+        for point, hook in self._hooks.items():
             if hook in self.agent.hook_lists[point]:
                 self.agent.hook_lists[point].remove(hook)
-        if self.agent.__dict__.get("clear_history") == self._cleared:
-            del self.agent.clear_history
+        for name, wrapper in self._around.items():
+            if self.agent.__dict__.get(name) == wrapper:
+                delattr(self.agent, name)
         self.forget()
 
     def sessions(self) -> list[Session]:
@@ -188,6 +198,35 @@ class Attached:
 
     def _before_send(self, sender: Any, message: Any, recipient: Any, silent: bool) -> Any:
         """The reply is there: background work has the engine for itself again."""
+        self._over()
+        return message
+
+    def _generate_reply(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``generate_reply``; the turn is over with it."""
+        with self._replying():
+            return self._own["generate_reply"](*args, **kwargs)
+
+    async def _a_generate_reply(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``a_generate_reply``; the turn is over with it."""
+        with self._replying():
+            return await self._own["a_generate_reply"](*args, **kwargs)
+
+    @contextmanager
+    def _replying(self) -> Iterator[None]:
+        """A reply of the agent, perhaps inside another one, whose turn goes on afterwards."""
+        runner = _runner(_loop())
+        with self._lock:
+            outer = self._turns.pop(runner, None)
+        try:
+            yield
+        finally:
+            self._over()
+            if outer is not None:
+                with self._lock:
+                    self._turns[runner] = outer
+
+    def _over(self) -> None:
+        """The turn that runs here is over, if there is one."""
         try:
             with self._lock:
                 turn = self._turns.pop(_runner(_loop()), None)
@@ -195,11 +234,10 @@ class Attached:
                 turn[0].observe(turn[1])
         except Exception as error:
             self._error(error)
-        return message
 
     def _cleared(self, recipient: Any = None, nr_messages_to_preserve: int | None = None) -> None:
         """As ``clear_history``, and the sessions of what was cleared end."""
-        self._clear_history(recipient, nr_messages_to_preserve)
+        self._own["clear_history"](recipient, nr_messages_to_preserve)
         self.forget(recipient)
 
     def _bucket(self, other: str) -> str:

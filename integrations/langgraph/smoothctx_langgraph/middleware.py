@@ -75,7 +75,8 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
         """Call the model with the view."""
         saved = self._saved(request)
         with self._turns.turn_sync(request.messages, place=self._name, saved=saved) as turn:
-            response = handler(request.override(messages=cast("list[Any]", turn.view)))
+            with turn.calling():
+                response = handler(request.override(messages=cast("list[Any]", turn.view)))
             turn.reply = response.result
         return self._answer(turn, response)
 
@@ -85,7 +86,8 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
         """:meth:`wrap_model_call` under ``ainvoke`` and ``astream``."""
         saved = self._saved(request)
         async with self._turns.turn(request.messages, place=self._name, saved=saved) as turn:
-            response = await handler(request.override(messages=cast("list[Any]", turn.view)))
+            with turn.calling():
+                response = await handler(request.override(messages=cast("list[Any]", turn.view)))
             turn.reply = response.result
         return self._answer(turn, response)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from langchain.agents.middleware.types import AgentMiddleware, AgentState
+from langchain.agents.middleware.types import AgentMiddleware, AgentState, ModelRequest, ModelResponse
 from langchain_core.messages import BaseMessage
 
 from smoothctx import Policy, Runtime
@@ -17,6 +17,9 @@ from .node_channel import claims_of, takes
 from .options import Tenant
 from .rewrite import by_id
 from .turns import Turn, Turns
+
+#: seconds within which the model's node begins behind the hook: checkpoints and other hooks stand between them
+DUE_S = 10.0
 
 
 class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
@@ -60,16 +63,30 @@ class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     def before_model(self, state: AgentState[Any], runtime: Any) -> dict[str, Any] | None:
         """Rewrite the state where something is to be committed."""
         messages = state["messages"]
-        with self._turns.turn_sync(messages, place=self._name, saved=None) as turn:
+        with self._turns.turn_sync(messages, place=self._name, saved=None, due_s=DUE_S) as turn:
             writes = writes_of(self._turns, messages, turn)
         return {"messages": writes} if writes else None
 
     async def abefore_model(self, state: AgentState[Any], runtime: Any) -> dict[str, Any] | None:
         """:meth:`before_model` under ``ainvoke`` and ``astream``."""
         messages = state["messages"]
-        async with self._turns.turn(messages, place=self._name, saved=None) as turn:
+        async with self._turns.turn(messages, place=self._name, saved=None, due_s=DUE_S) as turn:
             writes = writes_of(self._turns, messages, turn)
         return {"messages": writes} if writes else None
+
+    def wrap_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
+    ) -> ModelResponse[Any]:
+        """The model call, as it is; background work keeps out of its way until it is over."""
+        with self._turns.call(request.state.get("messages", []), place=self._name):
+            return handler(request)
+
+    async def awrap_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+    ) -> ModelResponse[Any]:
+        """:meth:`wrap_model_call` under ``ainvoke`` and ``astream``."""
+        with self._turns.call(request.state.get("messages", []), place=self._name):
+            return await handler(request)
 
 
 def writes_of(

@@ -52,7 +52,8 @@ def premodel_node(
         messages_key: where the messages stand in the state.
         codec: how messages are read.
         tenant: whose conversations these are: a name, or a function of the run's config.
-        engine: the agent's own engine, to preload the view that a commit will produce.
+        engine: the agent's own engine, to preload the view that a commit will produce. The node's turn is over before
+            the model's node begins, so a preload may run beside that.
         request: the constant part of the agent's request.
 
     Raises:

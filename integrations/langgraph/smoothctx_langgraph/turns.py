@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class Turn:
     reply: Sequence[BaseMessage] = ()
     held: Sequence[BaseMessage] | None = None
     shown: bool = False
+
+    def calling(self) -> AbstractContextManager[object]:
+        """The model call itself, where the turn is seen to hold nothing else: background work keeps out of its way."""
+        return nullcontext() if self.session is None else self.session.foreground_sync()
 
 
 class Turns:
@@ -94,7 +98,12 @@ class Turns:
 
     @asynccontextmanager
     async def turn(
-        self, messages: Sequence[BaseMessage], *, place: str | None = None, saved: Sequence[str] | None = ()
+        self,
+        messages: Sequence[BaseMessage],
+        *,
+        place: str | None = None,
+        saved: Sequence[str] | None = (),
+        due_s: float | None = None,
     ) -> AsyncIterator[Turn]:
         """A turn of an asynchronous node.
 
@@ -102,24 +111,59 @@ class Turns:
             messages: those of the node's state.
             place: names the place in the graph; by default the node that runs.
             saved: what an earlier turn left in the graph's state; ``None`` where nothing is kept there.
+            due_s: a later step of the graph makes the model call, in :meth:`call`: it begins within so many seconds.
         """
-        with self._open(messages, place, saved) as turn:
+        with self._open(messages, place, saved, due_s) as turn:
             if turn.session is not None and not turn.shown:
                 self._see(turn, messages, await turn.session.commit(messages), saved)
             yield turn
 
     @contextmanager
     def turn_sync(
-        self, messages: Sequence[BaseMessage], *, place: str | None = None, saved: Sequence[str] | None = ()
+        self,
+        messages: Sequence[BaseMessage],
+        *,
+        place: str | None = None,
+        saved: Sequence[str] | None = (),
+        due_s: float | None = None,
     ) -> Iterator[Turn]:
         """:meth:`turn` of a synchronous node."""
-        with self._open(messages, place, saved) as turn:
+        with self._open(messages, place, saved, due_s) as turn:
             if turn.session is not None and not turn.shown:
                 self._see(turn, messages, turn.session.commit_sync(messages), saved)
             yield turn
 
     @contextmanager
-    def _open(self, messages: Sequence[BaseMessage], place: str | None, saved: Sequence[str] | None) -> Iterator[Turn]:
+    def call(self, messages: Sequence[BaseMessage], *, place: str) -> Iterator[None]:
+        """The model call of a turn that an earlier step of the graph began with ``due_s``; the turn ends with it."""
+        session = self._begun(messages, place)
+        if session is None:
+            yield
+            return
+        try:
+            with session.foreground_sync():
+                yield
+        finally:
+            session.turn_over()
+
+    def _begun(self, messages: Sequence[BaseMessage], place: str) -> Session | None:
+        """The session of an earlier step: of those that are open the one that shares most with these messages."""
+        try:
+            where = identity()
+            tenant = None if where is None else self.tenant(where.config)
+            if where is None or tenant is None:
+                return None
+            open_ones = self._lines.sessions(_bucket(where, place, messages, self.codec), tenant=tenant)
+            best = max(reversed(open_ones), key=lambda s: s.recognises(messages), default=None)
+            return best if best is not None and best.recognises(messages)[1] else None
+        except Exception as error:
+            self.runtime.events.error(error, where="turn")
+            return None
+
+    @contextmanager
+    def _open(
+        self, messages: Sequence[BaseMessage], place: str | None, saved: Sequence[str] | None, due_s: float | None
+    ) -> Iterator[Turn]:
         """The turn of the node that runs now, before its commit; at its end the session observes the reply."""
         where = identity()
         with ExitStack() as stack:
@@ -138,7 +182,7 @@ class Turns:
                 raise
             with self._lock:
                 self._pins.pop(key, None)
-            session.observe([*(messages if turn.held is None else turn.held), *turn.reply])
+            session.observe([*(messages if turn.held is None else turn.held), *turn.reply], due_s=due_s)
 
     def _session(
         self, stack: ExitStack, where: Identity | None, place: str | None, messages: Sequence[BaseMessage]
