@@ -375,6 +375,21 @@ async def test_a_block_that_the_engine_refused_is_an_error_and_asked_again() -> 
     assert again[0] == cells[0] and not again[1].error and (again[1].left_raw or 0) < 0.1, "the short last block"
 
 
+async def test_a_server_that_takes_no_temperature_is_asked_without() -> None:
+    """A hosted reasoning model refuses it by name: every cell is measured all the same."""
+
+    class Hosted(Knower):
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            if "temperature" in options:
+                raise EngineRefused("HTTP 400: Unsupported value: 'temperature' does not support 0", status=400)
+            return await super().complete(messages, max_tokens=max_tokens, **options)
+
+    items = own_items()[:2]
+    cells: list[qa.Cell] = []
+    await qa.measure(Hosted(items), "x", items, settings(250), cells)
+    assert len(cells) == 6 and not any(c.error for c in cells)
+
+
 async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """Finished cells are in the file at once and are not asked again; another model or setting asks anew, and what
     others have asked stays in the file."""

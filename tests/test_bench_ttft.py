@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from smoothctx.bench import ttft
+from smoothctx.bench import ttft, ttft_report
+from smoothctx.bench.ttft_figures import pairs
 from smoothctx.bench.ttft_file import read, write
 from smoothctx.bench.ttft_plan import DEFAULT_PLAN, Cell, Settings, cells, read_plan, texts
 from smoothctx.bench.ttft_run import measure
@@ -21,6 +22,7 @@ from smoothctx.cli import main
 from smoothctx.demo.chunks import Chunk
 from smoothctx.economics import Speed
 from smoothctx.errors import ConfigurationError, EngineRefused, EngineUnreachable, SmoothctxError
+from smoothctx.transforms import Isolate
 from ttft_fakes import SMALL, SOURCES, Fake, measured
 
 
@@ -133,6 +135,24 @@ def test_the_same_messages_are_handed_over_in_both_modes(small: tuple[dict[str, 
         if "You check" in c.messages[0]["content"] and c.max_tokens == 8
     ]
     assert len(openings) == 4 and openings[:2] == openings[2:]
+
+
+def test_promise_15_a_hand_over_that_waits_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An opening that is not there yet is waited for: that is no hit, however soon it comes."""
+    apply = Isolate.apply
+
+    async def slow(self: Isolate, request: Any) -> Any:
+        await asyncio.sleep(6.0)  # longer than the tool between two turns
+        return await apply(self, request)
+
+    monkeypatch.setattr(Isolate, "apply", slow)
+    data, _ = measured("isolate:1:1")
+    handed = [t for t in turns(data, "isolate/lookahead/1/0") if t["kind"] == "handover"]
+    assert handed and all(t["how"] == "late" and t["waited_ms"] > 500 for t in handed)
+    [(_, ahead)] = pairs(data).values()
+    figures = ttft_report.figures(data)["arms"]
+    assert [(a["hit_rate"], a["late_rate"]) for a in figures if a["mode"] == "lookahead"] == [(0.0, 1.0)]
+    assert ahead.rewrites == handed
 
 
 def test_nothing_is_shared_between_sessions(small: tuple[dict[str, Any], Fake]) -> None:

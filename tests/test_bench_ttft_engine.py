@@ -22,7 +22,7 @@ from smoothctx.bench.ttft_figures import excess_by_size, pairs
 from smoothctx.bench.ttft_plan import ABORT, DEFAULT_PLAN, Cell, Settings, pauses, tool_time
 from smoothctx.economics import Speed
 from smoothctx.engines import OpenAIEngine
-from smoothctx.errors import EngineProtocolError
+from smoothctx.errors import EngineOverloaded, EngineProtocolError, EngineRefused
 from smoothctx.testing import run_virtual
 from ttft_fakes import SMALL, SOURCES, Fake, measured
 
@@ -135,6 +135,38 @@ def test_a_server_by_which_nothing_can_be_measured_is_named(
             await calibrate(engine, SMALL, "text", clock=engine.clock)
 
     run_virtual(run)
+
+
+class Picky(Fake):
+    """Refuses an option by its name, and a tool's result as llama.cpp does."""
+
+    async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+        """As the fake does, if at all."""
+        if "temperature" in options:
+            raise EngineRefused("x: HTTP 400: Unsupported value: 'temperature' does not support 0.0", status=400)
+        if any(m["role"] == "tool" for m in messages):
+            raise EngineOverloaded("x: HTTP 500: Value is not callable: null", status=500)
+        return await super().complete(messages, max_tokens=max_tokens, **options)
+
+
+def test_what_the_server_refuses_is_left_out_by_name_and_so_are_tools() -> None:
+    """The option that a refusal names goes, the other stays; a 500 for a tool's result is the template's."""
+    data, _ = measured("keep-recent:1:1", engine=Picky)
+    found = data["calibration"]
+    assert found["refused"] == ["temperature"] and found["options"] == {"ignore_eos": True} and not found["tools"]
+
+
+def test_a_busy_server_is_not_taken_for_one_without_tools() -> None:
+    """A 429 in that place ends the run, as anywhere."""
+
+    class Busy(Picky):
+        async def complete(self, messages: Any, **options: Any) -> Any:
+            if any(m["role"] == "tool" for m in messages):
+                raise EngineOverloaded("slow down", status=429)
+            return await super().complete(messages, **options)
+
+    with pytest.raises(EngineOverloaded, match="slow down"):
+        measured("keep-recent:1:1", engine=Busy)
 
 
 def test_the_first_token_may_be_reasoning() -> None:

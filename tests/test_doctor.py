@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flavour_servers import LLAMA_PROPS, VLLM_METRICS, ModelServer
-from smoothctx import ConfigurationError, EngineRefused, EngineUnreachable
+from smoothctx import ConfigurationError, EngineOverloaded, EngineRefused, EngineUnreachable
 from smoothctx.cli import main
 from smoothctx.doctor import (
     Examination,
@@ -31,6 +31,7 @@ from smoothctx.doctor import (
     positions,
     volatile,
 )
+from smoothctx.doctor.asking import patiently
 from smoothctx.engines import Capabilities, EmbeddedEngine, find_weights
 from virtual import run_virtual
 
@@ -161,7 +162,7 @@ def test_headroom_where_the_background_is_refused() -> None:
                 return httpx.Response(400, json={"error": {"message": "too long"}})
             return await super()._complete(body)
 
-    assert "headroom" in found(Refusing("vllm"))
+    assert found(Refusing("vllm"))["headroom"].status == "unknown"
 
 
 def test_priority() -> None:
@@ -228,6 +229,93 @@ def test_a_server_that_fails_in_the_middle_is_an_error_of_its_own() -> None:
 
     with pytest.raises(EngineUnreachable, match="reset"):
         examined(Stops("vllm"))
+
+
+class Limited(ModelServer):
+    """Refuses each of these requests (by their number) with a status first; ``tried`` counts all of them."""
+
+    def limit(self, *numbers: int, code: int = 429, wait: str | None = "1") -> Limited:
+        """Say which."""
+        self.numbers, self.code, self.wait, self.tried = set(numbers), code, wait, 0
+        return self
+
+    async def _complete(self, body: dict[str, Any]) -> httpx.Response:
+        self.tried += 1
+        if self.tried in self.numbers:
+            headers = {} if self.wait is None else {"Retry-After": self.wait}
+            return httpx.Response(self.code, json={"error": {"message": "rate limit"}}, headers=headers)
+        return await super()._complete(body)
+
+
+@pytest.mark.parametrize("wait", ["1", None])
+@pytest.mark.parametrize("number", range(1, 24))
+def test_a_single_429_does_not_end_it(number: int, wait: str | None) -> None:
+    """Whichever call it meets: it is asked again later, and only the answer is timed."""
+    seen = found(Limited("other").limit(number, wait=wait))
+    cache = seen["prefix cache"]
+    assert cache.status == seen["changed middle"].status == "ok" and cache.data["cold_s"] < 0.9
+
+
+def test_a_server_that_stays_overloaded_is_an_error() -> None:
+    """After six times, and no sooner than it asked for."""
+
+    async def run() -> float:
+        server = Limited("other").limit(*range(1, 99), code=503, wait="7")
+        with pytest.raises(EngineOverloaded, match="rate limit"):
+            await examine(server.engine(), QUICK)
+        assert server.tried == 6
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run) >= 35
+
+
+class Picky(ModelServer):
+    """As a hosted reasoning model: its own temperature, its own name of the cap, and no answer of one token."""
+
+    async def _complete(self, body: dict[str, Any]) -> httpx.Response:
+        said = ""
+        if "max_tokens" in body:
+            said = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'"
+        elif "temperature" in body:
+            said = "Unsupported value: 'temperature' does not support 0 with this model."
+        elif body["max_completion_tokens"] < 16:
+            said = "Could not finish the message because max_tokens or model output limit was reached."
+        return httpx.Response(400, json={"error": {"message": said}}) if said else await super()._complete(body)
+
+
+def test_a_server_that_refuses_our_options_is_examined_without_them() -> None:
+    """No temperature, the other name of the cap and a longer answer: each refusal is met once."""
+    server = Picky("other")
+    seen = found(server)
+    assert names(seen, "bad") == set() and seen["prefix cache"].status == "ok"
+    assert sum("temperature" in b for b in server.bodies) == 2 and sum("max_tokens" in b for b in server.bodies) == 1
+
+
+def test_promise_15_no_headroom_is_claimed_where_the_background_was_refused() -> None:
+    """Nothing was beside the call: that is said, not that all is well."""
+
+    class Refusing(ModelServer):
+        async def _complete(self, body: dict[str, Any]) -> httpx.Response:
+            if body.get("priority") == 20:
+                return httpx.Response(429, json={"error": {"message": "limit"}})
+            return await super()._complete(body)
+
+    room = found(Refusing("vllm"))["headroom"]
+    assert room.status == "unknown" and "refused" in room.found
+
+
+async def test_the_list_of_models_is_waited_for() -> None:
+    """The first request of all may meet a limit as well."""
+    told: list[str] = []
+    answers = [EngineOverloaded("limit", status=429, retry_after_s=0.001)]
+
+    async def call() -> str:
+        if answers:
+            raise answers.pop()
+        return "models"
+
+    assert await patiently(call, told.append) == ("models", 2)
+    assert told == ["the server is overloaded or limits requests (429): again in 0.001 s"]
 
 
 def test_promise_11_a_cancelled_examination_ends() -> None:

@@ -102,6 +102,19 @@ def test_what_a_turn_waited_for_a_rewrite_counts(tmp_path: Path) -> None:
     assert split.data["rewritten"]["p50_s"] == 8.5 and split.data["ordinary"]["p50_s"] == 0.5
 
 
+def test_promise_15_a_figure_in_another_event_is_no_turn(tmp_path: Path) -> None:
+    """Admission's events tell how long first tokens take, as the reason of a decision: nobody waited then."""
+    load = {"why": "waiting", "ttft_s": 9.0, "calm_ttft_s": 0.1}
+    rows = [
+        {"name": "ttft", "session": "a", "data": {"ttft_s": 0.5, "rewritten": False, "waited_s": 0.0}},
+        {"name": "admission.deferred", "session": "a", "data": load},
+        {"event": "admission.skipped", "session": "a", **load},
+        {"session": "a", "ttft_s": 0.25},
+    ]
+    read = log.read(write(tmp_path, *rows))
+    assert (read.ordinary_s, read.rewritten_s) == ([0.5, 0.25], [])
+
+
 def test_events_that_say_nothing(tmp_path: Path) -> None:
     """Without events, or with none of ours, each question has its advice."""
     for given_ in (

@@ -171,7 +171,7 @@ async def test_promise_11_a_probe_that_hangs_ends_with_the_runtime() -> None:
 
 @virtual
 async def test_slots_are_used_by_sessions_opened_after_it() -> None:
-    """A llama.cpp server: the first session goes on without, the next one has a slot of its own."""
+    """A llama.cpp server: the next session has a slot of its own; the first goes on without, up to its next turn."""
     async with ModelServer("llama.cpp").engine() as engine, make_runtime() as runtime:
         assert isinstance(engine, OpenAIEngine)
         early = open_session(runtime, "early", engine)

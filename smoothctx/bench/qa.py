@@ -289,7 +289,7 @@ async def ask(engine: Any, item: Item, setting: Setting) -> Cell:
         asked = [*context, {"role": "user", "content": item.ask}]
         sent = opens_with_user([m for u in units(asked, CODEC) for m in u.messages])
         limit = ACTION_TOKENS if item.kind == "action" else ANSWER_TOKENS
-        reply = await engine.complete(sent, max_tokens=limit, **GREEDY)
+        reply = await recorder.complete(sent, max_tokens=limit, **GREEDY)
     except SmoothctxError as error:
         return replace(cell, error=f"{type(error).__name__}: {error}")
     answer = strip_thinking(reply.text)

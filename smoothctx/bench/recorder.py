@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import SmoothctxError
+from ..engines.wire import refused_option
+from ..errors import EngineRefused, SmoothctxError
+
+#: options without which the same is asked, if with more chance in it
+SPARE = ("temperature", "ignore_eos")
 
 
 class Recorder:
-    """Asks ``engine``, every time with ``options``.
+    """Asks ``engine``, every time with ``options``; one of ``SPARE`` that it refuses by name is left out from then on.
 
     ``ends`` are the finish reasons of its answers, ``failed`` the errors of its calls: a transform goes on without the
     blocks that failed, and says nothing of them.
@@ -21,13 +25,22 @@ class Recorder:
         self.context_window: int | None = getattr(engine, "context_window", None)
         self.ends: list[str | None] = []
         self.failed: list[str] = []
+        self._refused: set[str] = set()
 
     async def complete(self, messages: list[dict[str, Any]], *, max_tokens: int | None = None, **options: Any) -> Any:
         """Ask the engine."""
-        try:
-            reply = await self._engine.complete(messages, max_tokens=max_tokens, **{**self._options, **options})
-        except SmoothctxError as error:
-            self.failed.append(f"{type(error).__name__}: {error}")
-            raise
-        self.ends.append(reply.finish_reason)
-        return reply
+        given = {**self._options, **options}
+        while True:
+            sent = {name: value for name, value in given.items() if name not in self._refused}
+            try:
+                reply = await self._engine.complete(messages, max_tokens=max_tokens, **sent)
+            except SmoothctxError as error:
+                spare = [name for name in SPARE if name in sent]
+                named = refused_option(error, spare) if isinstance(error, EngineRefused) else None
+                if named is None:
+                    self.failed.append(f"{type(error).__name__}: {error}")
+                    raise
+                self._refused.add(named)
+            else:
+                self.ends.append(reply.finish_reason)
+                return reply

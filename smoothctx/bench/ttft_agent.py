@@ -169,8 +169,12 @@ class Agent:
         kind: str,
         new_tokens: int,
         start: float | None = None,
+        shown_to: Session | None = None,
     ) -> tuple[dict[str, Any], Turn]:
-        """One turn on the engine; without a session it is a plain call. ``start``: when it began, if not now."""
+        """One turn on the engine; without a session it is a plain call. ``start``: when it began, if not now.
+
+        ``shown_to``: the session that sees the call, if not its own: whose background work gives way to it.
+        """
         receipts = [] if session is None else list(session.receipts)
         start = self.clock() if start is None else start
         view = messages if session is None else await session.commit(messages)
@@ -178,7 +182,7 @@ class Agent:
         if session is not None:  # a commit may have moved it to the slot where its new view is warm
             options = {**options, **session.request_options()}
         arrivals: list[float] = []
-        async with _call_of(session) as foreground:
+        async with _call_of(session if shown_to is None else shown_to) as foreground:
 
             def on_token() -> None:  # also of reasoning, which is no text
                 arrivals.append(self.clock())
@@ -232,8 +236,9 @@ class Agent:
     ) -> None:
         """A sub-agent's first call, on what was there a turn ago; its time to first token is what is measured."""
         start = self.clock()
+        there = handle is not None and handle.artifact is not None  # nothing has to be waited for
         opening = await _opening(handle, messages) if handle is not None else None
-        how = "inline" if handle is None else "ready" if opening is not None else "late"
+        how = "inline" if handle is None else "ready" if there and opening is not None else "late"
         if opening is None:
             opening = await _opening(
                 session.schedule_transform(self._isolate(number - 1, part), messages, preload_kv=False), messages
@@ -242,7 +247,10 @@ class Agent:
             raise SmoothctxError(f"{self.cell.key}: the opening of a sub-agent could not be made")
         child, options = self.session(f"{self.line.name}/sub-{number}", parent=session)
         new = len(str(opening[-1].get("content"))) // 4
-        _, turn = await self.turn(number, child, opening, options, kind="handover", new_tokens=new, start=start)
+        seer = child if handle is not None else session  # in line the child knows of no engine, its parent does
+        _, turn = await self.turn(
+            number, child, opening, options, kind="handover", new_tokens=new, start=start, shown_to=seer
+        )
         self.measured(replace(turn, how=how))
         await child.close()
 

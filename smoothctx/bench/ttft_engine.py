@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..engines import EmbeddedEngine, OpenAIEngine
-from ..errors import EngineProtocolError, EngineRefused
+from ..engines.wire import refused_option
+from ..errors import EngineError, EngineProtocolError, EngineRefused
 from ..usage import Usage
 from .ttft_plan import STRATEGIES, Settings, window
 
@@ -182,18 +183,23 @@ async def _options(engine: Any) -> tuple[dict[str, Any], list[str]]:
         try:
             await engine.complete(hello, max_tokens=2, **options)
             return options, refused
-        except EngineRefused:
+        except EngineRefused as error:
             if not options:
                 raise
-            refused.append(options.popitem()[0])  # the least common one first
+            name = refused_option(error, options) or list(options)[-1]  # not named: the least common one first
+            del options[name]
+            refused.append(name)
 
 
 async def _takes_tools(engine: Any, options: Mapping[str, Any]) -> bool:
     """Does its chat template take a tool's result?"""
     try:
         await engine.complete([*opening_call("x"), tool_result(1, "Nothing.")], max_tokens=2, **options)
-    except EngineRefused:
-        return False
+    except EngineError as error:
+        # Everything else was answered: a plain 500 (llama.cpp's, of a template) is about these messages.
+        if isinstance(error, EngineRefused) or error.status == 500:
+            return False
+        raise
     return True
 
 

@@ -207,7 +207,9 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--runs", type=int, metavar="N", help="times that each cell is measured (default 3)")
     parser.add_argument("--workers", type=int, metavar="N", help="blocks at once (default 4)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="cap of each summary (default 400)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="of sampling (default 0.7)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="of sampling (default 0.7); none where it is refused"
+    )
     parser.add_argument(
         "--rates", action="store_true", help="also measure the engine's rates, and what a simulation of them gains"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ..engines.wire import dicts
 from ..errors import ConfigurationError, EngineError
 from . import positions
 from .advice import FLAGS
+from .asking import HEAD, MIDDLE, Asking, Call
 from .findings import Finding, seconds
 
 #: seconds that a background prompt gets to arrive before the foreground's
@@ -24,16 +24,10 @@ _START_S = 0.05
 _SETTLE = 40
 #: seconds below which a difference between two calls says nothing, however equal the short ones are
 _NOISE_S = 0.02
-#: parts of the prompt that stay in front of the replaced middle, and that are replaced
-_HEAD, _MIDDLE = 0.4, 0.3
 #: what a background request may add to a foreground call's first token: seconds, or a share of it
 _ADDED_S, _ADDED = 0.1, 0.15
 #: why time told nothing
 _TOO_FAST = ": these prompts take no time that could be told from chance; ask again with more --tokens"
-_WORDS = (
-    "router cache pool worker lock retry queue shard index token batch prefix session replica schema parser branch "
-    "commit buffer socket thread kernel packet cursor ledger mirror signal vector window anchor beacon canvas"
-).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +45,6 @@ class Settings:
         for option, value, least in (("--tokens", self.tokens, 64), ("--repeats", self.repeats, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{option} {value!r}: expected a whole number of at least {least}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One timed call."""
-
-    ttft_s: float
-    tokens: int
-    cached: int | None
 
 
 @dataclass(slots=True)
@@ -88,18 +73,12 @@ async def examine(
     return await _Doctor(engine, settings, known, say).run()
 
 
-class _Doctor:
+class _Doctor(Asking):
     def __init__(
         self, engine: OpenAIEngine, settings: Settings, known: Capabilities, say: Callable[[str], object]
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, known, say)
         self._settings = settings
-        self._known = known
-        self._say = say
-        self._per_token = 4.0  # characters
-        self._count = 0
-        self._run = secrets.token_hex(4)  # no prompt of an earlier run is cached
-        self._reports = False
         self._floor_s = 0.0
         self._noise_s = _NOISE_S  # a prompt's time tells nothing where it is no longer than this
 
@@ -113,9 +92,9 @@ class _Doctor:
         text, other = self._text(160), self._text(24)
         more = (await self._ask(text)).tokens - (await self._ask(other)).tokens
         self._per_token = max(1.0, (len(text) - len(other)) / max(1, more))
-        cold: list[_Call] = []
-        again: list[_Call] = []
-        middle: list[_Call] = []
+        cold: list[Call] = []
+        again: list[Call] = []
+        middle: list[Call] = []
         for k in range(repeats):
             say(f"prefix cache: a prompt of about {self._settings.tokens} tokens, {k + 1} of {repeats}")
             text = self._text(self._settings.tokens)
@@ -132,45 +111,12 @@ class _Doctor:
         rate = self._settings.tokens * self._per_token / work_s if work_s > self._noise_s else None
         return Examination(self._engine.capabilities or self._known, findings, rate)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
-
-    def _text(self, tokens: int) -> str:
-        """A text of about so many tokens that no other starts like."""
-        self._count += 1
-        size = round(tokens * self._per_token)
-        parts = [f"Report {self._run}-{self._count}."]
-        have, k = len(parts[0]), self._count
-        while have < size:
-            k = (k * 1103515245 + 12345) % 2**31
-            parts.append(_WORDS[k // 65536 % len(_WORDS)])
-            have += len(parts[-1]) + 1
-        return " ".join(parts)
-
-    def _replaced(self, text: str) -> str:
-        """The text with another middle: what a rewrite does."""
-        start, end = round(len(text) * _HEAD), round(len(text) * (_HEAD + _MIDDLE))
-        return text[:start] + f" [summary {self._run}] " + text[end:]
-
-    def _slot(self, number: int) -> dict[str, Any]:
-        """The last slots of a llama.cpp server: 0 is the last one."""
-        count = self._known.slots
-        return {"id_slot": count - 1 - number, "cache_prompt": True} if count > number else {}
-
-    async def _ask(self, text: str, *, slot: int = 0) -> _Call:
-        messages = [{"role": "user", "content": text}]
-        options = {**self._slot(slot), **self._engine.priority_options("foreground")}
-        done = await self._engine.complete(messages, max_tokens=1, temperature=0, **options)
-        told = done.usage.cached_tokens is not None and done.usage.input_tokens > 0
-        self._reports = self._reports or told
-        ttft = done.ttft_s if done.ttft_s is not None else done.total_s
-        return _Call(ttft, done.usage.input_tokens, done.usage.cached_tokens)
-
     def _advice(self, what: str, otherwise: str) -> str:
         return FLAGS[what].get(self._known.flavour, otherwise)
 
     # -- what was measured -------------------------------------------------------------------------------------------
 
-    def _cache(self, cold: list[_Call], again: list[_Call]) -> Finding:
+    def _cache(self, cold: list[Call], again: list[Call]) -> Finding:
         cold_s, again_s = (statistics.median(c.ttft_s for c in calls) for calls in (cold, again))
         work_s = max(1e-9, cold_s - self._floor_s)
         tokens = round(statistics.median(c.tokens for c in again))
@@ -206,21 +152,21 @@ class _Doctor:
             },
         )
 
-    def _partial(self, cold_s: float, middle: list[_Call], off: bool) -> Finding:
+    def _partial(self, cold_s: float, middle: list[Call], off: bool) -> Finding:
         name = "changed middle"
         if off:
             return Finding(name=name, status="unknown", found="nothing is cached that could be kept")
         took = statistics.median(c.ttft_s for c in middle)
         tokens = round(statistics.median(c.tokens for c in middle))
         cached = round(statistics.median(c.cached or 0 for c in middle))
-        share = _HEAD / (1 - _MIDDLE)  # of the new prompt stands before the change
+        share = HEAD / (1 - MIDDLE)  # of the new prompt stands before the change
         expected = round(share * tokens)
         work_s = max(1e-9, cold_s - self._floor_s)
         block = self._known.block_size or 1
         counted = self._reports and expected > block
         if not counted and work_s <= self._noise_s:
             return Finding(name=name, status="unknown", found=f"TTFT {seconds(took)} after a change{_TOO_FAST}")
-        kept = cached >= 0.6 * expected - block if counted else (cold_s * (1 - _MIDDLE) - took) / work_s >= 0.2
+        kept = cached >= 0.6 * expected - block if counted else (cold_s * (1 - MIDDLE) - took) / work_s >= 0.2
         told = f"{cached:,} of the {expected:,} tokens before it stayed cached, " if self._reports else ""
         return Finding(
             name=name,
@@ -252,14 +198,17 @@ class _Doctor:
         await self._ask(text)
         alone: list[float] = []
         beside: list[float] = []
-        overlapped = 0
+        overlapped = refused = 0
         for k in range(repeats):
             self._say(f"headroom: alone and beside a background request, {k + 1} of {repeats}")
             await self._settle()
             alone.append((await self._ask(text)).ttft_s)
-            took, early = await self._beside(text)
+            took, met = await self._beside(text)
             beside.append(took)
-            overlapped += not early
+            overlapped += met is True
+            refused += met is None
+        if refused == repeats:
+            return Finding(name="headroom", status="unknown", found="the background prompts were refused")
         if not overlapped:
             return Finding(
                 name="headroom",
@@ -294,19 +243,19 @@ class _Doctor:
             if load.running is None:
                 return
 
-    async def _beside(self, text: str) -> tuple[float, bool]:
-        """The first token of a call beside a background prefill, and whether that one was over before."""
+    async def _beside(self, text: str) -> tuple[float, bool | None]:
+        """The first token of a call beside a background prefill, and if they met; ``None``: it was refused."""
         other = [{"role": "user", "content": self._text(self._settings.tokens * 2)}]
         options = {**self._slot(1), **self._engine.priority_options("lookahead")}
-        ended = early = False
-        took: float | EngineError = 0.0
+        ended = refused = early = False
+        took: Call | EngineError | None = None
 
         async def background() -> None:
-            nonlocal ended
+            nonlocal ended, refused
             try:
                 await self._engine.prefill(other, **options)
             except EngineError:
-                pass  # refused: nothing was beside the call
+                refused = True  # nothing was beside the call
             ended = True
 
         async with anyio.create_task_group() as group:
@@ -314,13 +263,15 @@ class _Doctor:
             await anyio.sleep(_START_S)
             early = ended
             try:
-                took = (await self._ask(text)).ttft_s
+                took = await self._ask(text)
             except EngineError as error:
                 took = error  # bare, not in a group
             group.cancel_scope.cancel()
         if isinstance(took, EngineError):
             raise took
-        return took, early
+        assert took is not None
+        early = early or took.tries > 1  # the one that was answered came long after
+        return took.ttft_s, None if refused else not early
 
     # -- what was told -----------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def read(file: Path) -> Log:
             log.policies.add(data["discard"])
         if isinstance(data.get("locality"), str):
             log.localities[str(data.get("transform") or "transform")] = data["locality"]
-        ttft = _ttft(data)
+        ttft = _ttft(data) if "." not in name else None  # of admission.* it is what the load was, of no turn
         if ttft is not None:
             told = data.get("rewritten")  # by the session itself; else it is the first one since a rewrite
             rewritten = told if isinstance(told, bool) else session in fresh

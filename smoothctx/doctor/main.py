@@ -19,6 +19,7 @@ from ..engines.wire import dicts
 from ..errors import ConfigurationError
 from ..outputs import check_file
 from . import log, volatile
+from .asking import patiently
 from .examine import Settings, examine
 from .findings import as_json, as_text
 
@@ -34,7 +35,8 @@ Measures whether a model server, and your prompts, are fit for context rewrites 
   transform points, TTFT by turn, discard policy, summary prompt: from your own events
 
 It sends about 6 x TOKENS x REPEATS prompt tokens, one token of answer each, and uses the last two slots of a
-llama.cpp server: run it where no customer waits, and mind the price on a paid API.
+llama.cpp server: run it where no customer waits, and mind the price on a paid API. Where that limits requests it
+waits, and what the API refuses (a temperature, answers of one token) is sent without or with more.
 """
 _EXAMPLES = """\
 examples:
@@ -117,7 +119,7 @@ async def _examine(
 async def _model(options: argparse.Namespace, key: str | None) -> str:
     """The first model that the server lists."""
     async with OpenAIEngine(options.url, "-", api_key=key, timeout_s=options.timeout) as engine:
-        listed = await engine.get_json("/v1/models")
+        listed, _ = await patiently(partial(engine.get_json, "/v1/models"), _say)
     names = [m["id"] for m in dicts(listed.get("data") if isinstance(listed, dict) else None) if m.get("id")]
     if not names or not isinstance(names[0], str):
         raise ConfigurationError(f"{without_user(options.url)} lists no models: name one with --model")
