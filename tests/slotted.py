@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
+from smoothctx.engines.binding import Prepared
 from smoothctx.engines.preload import Preloader
 from smoothctx.engines.slots import SlotBinding, SlotTable
 from smoothctx.errors import EngineRefused
@@ -28,9 +29,11 @@ class SlottedEngine(FakeEngine):
     async def stream(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> AsyncGenerator[Any]:
         """As the client does, it lets a binding prepare a summariser's call."""
         prepare = options.pop("lookahead", None)
-        async with nullcontext({}) if prepare is None else prepare() as own:
-            async with super().stream(messages, max_tokens=max_tokens, **options, **own) as stream:
+        async with nullcontext(Prepared({})) if prepare is None else prepare(messages, options) as own:
+            async with super().stream(messages, max_tokens=max_tokens, **options, **own.options) as stream:
                 yield stream
+            if stream.completion is not None:
+                own.seen(stream.completion.usage)
 
     def bind(self, session_id: str) -> Any:
         """With slots of its own."""

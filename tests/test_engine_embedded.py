@@ -147,6 +147,27 @@ class TestCalls:
         copied = await engine.prefill(ASK, id_slot=1)
         assert copied.usage.cached_tokens is not None and copied.usage.cached_tokens >= copied.usage.input_tokens - 2
 
+    async def test_a_summary_far_from_the_end_is_evaluated_as_a_preload(self, engine: EmbeddedEngine) -> None:
+        """A copied slot of this model is of no use for a prompt that leaves it early: its attention slides. That is
+        noticed, the prompt is evaluated before the summary is asked for, and no hit of the cache is claimed."""
+        parts = [
+            {"role": role, "content": " ".join(f"{n} {k} of the text." for k in range(60))}
+            for n, role in enumerate(("user", "assistant") * 2)
+        ]
+        binding, idle = engine.bind("s"), Foreground(time.monotonic)
+        assert isinstance(binding, SlotBinding)
+        try:
+            whole = await engine.prefill([*parts, {"role": "user", "content": "Go on."}], **binding.request_options())
+            assert whole.usage.input_tokens > 1000
+            options = binding.transform_options(idle, lambda: False, turn=lambda: False)
+            ask = [*parts[:1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sum it up."}]
+            done = await engine.complete(ask, max_tokens=4, **FIXED, **options)
+            assert engine._table is not None and engine._table.copies_keep is False
+            assert done.usage.cached_tokens is not None and done.usage.cached_tokens < done.usage.input_tokens / 4
+            assert done.ttft_s is not None and done.text
+        finally:
+            binding.close()
+
     async def test_probe_load_and_tokens(self, engine: EmbeddedEngine) -> None:
         """A plain client finds what it is from its own answers, and so does the engine itself."""
         assert engine._child is not None

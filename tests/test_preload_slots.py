@@ -76,16 +76,69 @@ async def test_promise_10_a_summariser_is_sent_however_busy_the_engine_is(own: b
     binding = engine.bind("s")
     foreground.begin("another session's turn, and then its next one")
     options = binding.transform_options(foreground, lambda: False, turn=lambda: own, wait_s=20.0)
-    async with options["lookahead"]() as given:
+    engine.table.copies_keep = True
+    async with options["lookahead"]([H("all of it")], {}) as given:
         assert now() == pytest.approx(waited)
-        assert given == {"id_slot": 1, "cache_prompt": True}
+        assert given.options == {"id_slot": 1, "cache_prompt": True} and given.evaluated == 0
     assert engine.copies == ([] if own else ["/slots/0?action=save", "/slots/1?action=restore"])
+
+
+@virtual
+async def test_promise_09_a_summary_whose_prompt_was_not_copied_gives_way_to_turns() -> None:
+    """A copied slot may be of no use (sliding windows). The prompt is then evaluated as a preload before the summary is
+    asked for: a turn that begins meanwhile has the engine for itself, and no hit of the cache is claimed."""
+    engine = Copying(prefill=100.0)
+    foreground = Foreground(asyncio.get_running_loop().time)
+    binding = engine.bind("s")
+    prompt = [*chat(26, size=100), H("Summarise.")]
+    options = binding.transform_options(foreground, lambda: False, turn=lambda: False)
+
+    async def turn() -> None:
+        await asyncio.sleep(3)
+        foreground.begin("a turn of anybody")
+        await asyncio.sleep(4)
+        foreground.end("a turn of anybody")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(turn())
+        done = await engine.complete(prompt, max_tokens=20, **options)
+    first, second, summary = engine.calls
+    assert first.outcome == "cancelled" and first.ended_s == pytest.approx(3) and second.arrived_s == pytest.approx(7)
+    assert [c.max_tokens for c in engine.calls] == [1, 1, 20]
+    assert summary.cached_tokens >= summary.input_tokens - 2
+    assert done.text and engine.table.copies_keep is None, "what an aborted request brought says nothing of the copy"
+    await engine.complete([*prompt, A("x"), H("y " * 300)], max_tokens=20, **options)
+    assert [c.max_tokens for c in engine.calls[3:]] == [1, 20] and engine.table.copies_keep is True
+    await engine.complete([*prompt, A("x"), H("z " * 300)], max_tokens=20, **options)
+    assert [c.max_tokens for c in engine.calls[5:]] == [20], "it is known now that copies are of use"
+    await engine.complete([H("quite another conversation " * 30)], max_tokens=20, **options)
+    assert engine.table.copies_keep is False
+
+
+@virtual
+async def test_a_turn_that_waits_for_a_summary_waits_for_no_idle_time() -> None:
+    """Promoted, its prompt is no longer evaluated out of the way: the summary is asked for at once."""
+    engine, urgent = Copying(prefill=100.0), [False]
+    foreground = Foreground(asyncio.get_running_loop().time)
+    options = engine.bind("s").transform_options(foreground, lambda: urgent[0], turn=lambda: False)
+
+    async def turn() -> None:
+        await asyncio.sleep(3)
+        urgent[0] = True
+        foreground.poke()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(turn())
+        await engine.complete([*chat(26, size=100), H("Summarise.")], max_tokens=20, **options)
+    assert [(c.max_tokens, c.outcome) for c in engine.calls] == [(1, "cancelled"), (20, "done")]
+    assert engine.calls[1].arrived_s == pytest.approx(3)
 
 
 @virtual
 async def test_a_summariser_waits_until_the_turn_of_its_own_session_is_over() -> None:
     """The turns of the others go on all the time; the copy is made when the agent's own slot is at rest."""
     engine = Copying(slots=8)
+    engine.table.copies_keep = True
     async with make_runtime(admission=AdmitAll()) as runtime:
         session = runtime.session("s", policy=summarizing(engine, context_window=8000), engine=engine)
         other = runtime.session("other", policy=summarizing(engine), engine=engine)

@@ -273,12 +273,12 @@ async def test_promise_11_a_closed_binding_takes_no_slot() -> None:
     opening = binding.opening()
     await _warm(opening, foreground)
     prepare = binding.transform_options(foreground, lambda: False)["lookahead"]
-    async with prepare() as options:
-        assert options["id_slot"] == 2
+    async with prepare([], {}) as prepared:
+        assert prepared.options["id_slot"] == 2
         binding.close()
     binding.take_over(opening)
-    async with prepare() as options:
-        assert options == {}
+    async with prepare([], {}) as prepared:
+        assert prepared.options == {}
     assert not (await _warm(binding, foreground)).complete
     opening.close()
     assert engine.free() == 3

@@ -6,14 +6,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..foreground import Foreground
+from ..usage import Usage
 from ..work import MAX_DEFER_S
 from .flavours import Level
 from .preload import Preloader, PreloadReport, Warmth
 
 View = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A background call that may go out now.
+
+    ``evaluated``: tokens of its prompt that were evaluated for it just before, and so are no hits of the cache;
+    ``None`` where that is not known. ``seen`` is told what it used.
+    """
+
+    options: Mapping[str, Any]
+    evaluated: int | None = 0
+    seen: Callable[[Usage], object] = lambda usage: None
 
 
 class EngineBinding(Protocol):

@@ -18,7 +18,7 @@ import anyio
 import httpx
 
 from ..errors import ConfigurationError, EngineProtocolError, EngineRefused, EngineUnreachable
-from .binding import Binding, EngineBinding
+from .binding import Binding, EngineBinding, Prepared
 from .completion import Completion, Rates, Stream
 from .flavours import Capabilities, Level, probe
 from .http import Server
@@ -135,22 +135,32 @@ class OpenAIEngine(Server):
         Raises:
             EngineError: see its subclasses; also raised from the iteration.
         """
-        async with _lookahead(options) as body_options:
+        async with _prepared(messages, options) as ready:
             body: dict[str, Any] = {
                 "model": self.model,
                 "messages": list(messages),
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 **self.salt_options(),
-                **body_options,
+                **ready.options,
             }
             if max_tokens is not None:
                 body[self._cap] = max_tokens
             async with self._ask(body) as (started, response):
                 async with aclosing(read_events(response, self.url)) as events:
-                    stream = Stream(events, self.clock, self.url, self.rates, started=started, prompt=messages)
+                    stream = Stream(
+                        events,
+                        self.clock,
+                        self.url,
+                        self.rates,
+                        started=started,
+                        prompt=messages,
+                        evaluated=ready.evaluated,
+                    )
                     yield stream
                     self._saw(stream.completion)
+                    if stream.completion is not None:
+                        ready.seen(stream.completion.usage)
 
     @asynccontextmanager
     async def _ask(self, body: dict[str, Any]) -> AsyncGenerator[tuple[float, httpx.Response]]:
@@ -299,11 +309,12 @@ def _wants_new_cap(refused: EngineRefused, body: Mapping[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def _lookahead(options: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
-    """A binding may prepare a background call (its ``lookahead`` option is a factory of such a context)."""
+async def _prepared(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> AsyncGenerator[Prepared]:
+    """A binding may prepare a background call: its ``lookahead`` option makes such a context of messages, options."""
     prepare = options.get("lookahead")
     if prepare is None:
-        yield options
+        yield Prepared(options)
         return
-    async with prepare() as own:
-        yield {**{k: v for k, v in options.items() if k != "lookahead"}, **own}
+    rest = {k: v for k, v in options.items() if k != "lookahead"}
+    async with prepare(messages, rest) as own:
+        yield replace(own, options={**rest, **own.options})

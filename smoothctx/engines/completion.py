@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -63,7 +63,7 @@ class Stream:
     """A running completion: iterate over its text; ``completion`` is there when the iteration has ended.
 
     ``on_token`` may be set before: it is called whenever tokens come, also such that are no text (reasoning, the call
-    of a tool).
+    of a tool). ``evaluated``: see :class:`~smoothctx.engines.binding.Prepared`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Stream:
         *,
         started: float,
         prompt: Sequence[Mapping[str, Any]] = (),
+        evaluated: int | None = 0,
     ) -> None:
         self._events = events
         self._rates = rates
@@ -82,6 +83,7 @@ class Stream:
         self._url = url
         self._started = started
         self._prompt = prompt
+        self._evaluated = evaluated
         self.completion: Completion | None = None
         self.on_token: Callable[[], object] | None = None
 
@@ -130,6 +132,15 @@ class Stream:
             total_s=total,
         )
         self._rates.learn(self.completion)
+        self.completion = replace(self.completion, usage=self._honest(self.completion.usage))
+
+    def _honest(self, usage: Usage) -> Usage:
+        """What was evaluated for this call just before is no hit of the cache."""
+        if self._evaluated == 0 or usage.cached_tokens is None:
+            return usage
+        return replace(
+            usage, cached_tokens=None if self._evaluated is None else max(0, usage.cached_tokens - self._evaluated)
+        )
 
     async def _finish(self) -> None:
         """Read the end of the body, which is due now: the connection can then be used again."""

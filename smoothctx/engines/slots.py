@@ -6,6 +6,10 @@ into the spare slot, and the commit makes the agent's next call go there. While 
 summariser of the session gets a slot beside it. A sub-agent's opening is warmed in a slot of its own, which its session
 takes over when it begins.
 
+Of layers with a sliding window a copy holds what lies within it. So with such models a prompt that leaves the agent's
+long before its end is evaluated anew. That is noticed, and done as a preload: llama.cpp evaluates prompts one after the
+other, and a turn behind a long one would wait for all of it.
+
 The server stops a request when its connection closes (it notices within about a second, between two batches) and
 keeps what it has evaluated. So by default a preload is one request, aborted when a turn begins and sent again after it.
 """
@@ -16,13 +20,16 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from ..errors import ClosedError, EngineError
 from ..foreground import Foreground
+from ..usage import Usage
 from ..work import MAX_DEFER_S
+from .binding import Prepared
 from .preload import Preloader, PreloadReport, Warmth
 
 if TYPE_CHECKING:
@@ -48,6 +55,9 @@ class SlotTable:
         self._free = list(range(count))
         self._offers: list[Offer] = []
         self._lock = threading.Lock()
+        #: is a copied slot of use for a prompt that leaves it before its end? (Not with a sliding window of attention:
+        #: what lies before that is not copied.) ``None``: not seen yet
+        self.copies_keep: bool | None = None
 
     def take(self) -> int | None:
         """A free slot, else the one that was offered first; ``None`` when all are taken."""
@@ -85,6 +95,7 @@ class _Desk:
 
     slot: int
     writers: int = 0
+    copied: bool = False
 
 
 class SlotBinding:
@@ -134,38 +145,110 @@ class SlotBinding:
         to be copied; ``wait_s`` seconds at most.
         """
         own = turn if turn is not None else lambda: foreground.busy
-        return {"lookahead": lambda: self._aligned(foreground, urgent, own, wait_s)}
+        return {"lookahead": partial(self._aligned, foreground, urgent, own, wait_s)}
 
     @asynccontextmanager
     async def _aligned(
-        self, foreground: Foreground, urgent: Callable[[], bool], turn: Callable[[], bool], wait_s: float
-    ) -> AsyncGenerator[Mapping[str, Any]]:
+        self,
+        foreground: Foreground,
+        urgent: Callable[[], bool],
+        turn: Callable[[], bool],
+        wait_s: float,
+        messages: Sequence[Mapping[str, Any]],
+        request: Mapping[str, Any],
+    ) -> AsyncGenerator[Prepared]:
         desk = self._sit()
         if desk is None:
-            yield {}
+            yield Prepared({})
             return
         try:
-            at_rest = False
+            own: dict[str, Any] = {"id_slot": desk.slot, "cache_prompt": True}
+            copied, warmth = False, Warmth()
+            evaluated: int | None = 0
             with anyio.move_on_after(wait_s):
                 with anyio.move_on_after(GAP_WAIT_S):
                     await foreground.wait_until(lambda: not foreground.busy or urgent())
                 await foreground.wait_until(lambda: not turn() or urgent())
-                at_rest = True
-            agent = self._agent
-            if agent is None or self._desk is not desk:  # the slots went back meanwhile
-                yield {}
-                return
-            file = {"filename": f"to-slot-{desk.slot}.bin"}  # overwritten by the next copy: no more files than slots
-            try:
-                if at_rest:  # else the server would not copy it before that turn ends
-                    await self._engine.post_json(f"/slots/{agent}?action=save", file)
-                    await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
-            except EngineError:
-                pass  # without the copy the prompt is evaluated anew: slower, never wrong
-            yield {"id_slot": desk.slot, "cache_prompt": True}
+                copied = await self._copy(desk)
+                if not (copied and self._table.copies_keep):
+                    evaluated = await self._evaluate(
+                        messages,
+                        {**request, **own},
+                        foreground=foreground,
+                        needed=lambda: self._at(desk) and not urgent(),
+                        copied=copied,
+                        warmth=warmth,
+                    )
+            if not self._at(desk):  # the slots went back meanwhile
+                yield Prepared({})
+            elif warmth.begun:
+                yield Prepared(own, evaluated or None)  # nothing: there was no time for all of it
+            else:
+                yield Prepared(own, seen=lambda usage: self._judge(usage, copied))
         finally:
             self._rise(desk)
             foreground.poke()  # a preload may wait for its slot
+
+    def _at(self, desk: _Desk) -> bool:
+        """Is that still where the session's summarisers write?"""
+        return self._agent is not None and self._desk is desk
+
+    async def _copy(self, desk: _Desk) -> bool:
+        """Copy the agent's slot there, while it is at rest (else the server would not before its turn ends): once, for
+        all that write there. Is it there?"""
+        if desk.copied or not self._at(desk):
+            return desk.copied
+        file = {"filename": f"to-slot-{desk.slot}.bin"}  # overwritten by the next copy: no more files than slots
+        try:
+            await self._engine.post_json(f"/slots/{self._agent}?action=save", file)
+            await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
+        except EngineError:
+            return False  # without the copy the prompt is evaluated anew: slower, never wrong
+        desk.copied = True
+        return True
+
+    async def _evaluate(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        request: Mapping[str, Any],
+        *,
+        foreground: Foreground,
+        needed: Callable[[], bool],
+        copied: bool,
+        warmth: Warmth,
+    ) -> int | None:
+        """Evaluate what the copy has not brought of a summariser's prompt as a preload, which gives way to turns: a
+        prompt that the server evaluates at once delays every other one behind it. How many tokens that were."""
+
+        first: Usage | None = None
+
+        async def send(part: Sequence[Mapping[str, Any]]) -> Any:
+            nonlocal first
+            reply = await self._engine.prefill(part, **request)
+            first = first or reply.usage
+            return reply
+
+        try:
+            report = await self._preloader.run(
+                send,
+                lambda: messages,
+                foreground=foreground,
+                needed=needed,
+                keeps=True,
+                warmth=warmth,
+                known_rate=self._engine.rates.prefill,
+            )
+        except EngineError:
+            return None  # the call itself will tell
+        if report.aborted or first is None or first.cached_tokens is None:
+            return None
+        self._judge(first, copied)
+        return report.usage.input_tokens - (report.usage.cached_tokens or 0)
+
+    def _judge(self, usage: Usage, copied: bool) -> None:
+        """Did the copy bring most of this prompt?"""
+        if copied and usage.cached_tokens is not None:
+            self._table.copies_keep = usage.cached_tokens * 2 > usage.input_tokens
 
     def _sit(self) -> _Desk | None:
         """A place to write: the spare slot, but for one that holds a view; then one beside it."""
