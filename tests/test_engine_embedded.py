@@ -151,7 +151,7 @@ class TestCalls:
         """A copied slot of this model is of no use for a prompt that leaves it early: its attention slides. That is
         noticed, the prompt is evaluated before the summary is asked for, and no hit of the cache is claimed."""
         parts = [
-            {"role": role, "content": " ".join(f"{n} {k} of the text." for k in range(60))}
+            {"role": role, "content": " ".join(f"{n} {k} of the text." for k in range(40))}
             for n, role in enumerate(("user", "assistant") * 2)
         ]
         binding, idle = engine.bind("s"), Foreground(time.monotonic)
@@ -162,7 +162,7 @@ class TestCalls:
             options = binding.transform_options(idle, lambda: False, turn=lambda: False)
             ask = [*parts[:1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sum it up."}]
             done = await engine.complete(ask, max_tokens=4, **FIXED, **options)
-            assert engine._table is not None and engine._table.copies_keep is False
+            assert binding._table.copies_keep is False
             assert done.usage.cached_tokens is not None and done.usage.cached_tokens < done.usage.input_tokens / 4
             assert done.ttft_s is not None and done.text
         finally:
