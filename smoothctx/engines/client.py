@@ -24,7 +24,8 @@ from .flavours import Capabilities, Level, probe
 from .http import Server
 from .load import Load, read_load, read_slots
 from .preload import CHUNK_DELAY_S, Preloader, Strategy
-from .slots import SlotBinding, SlotTable
+from .slot_table import SlotTable
+from .slots import SlotBinding
 from .wire import read_events, refused_option, without_delivery
 
 __all__ = ("Completion", "OpenAIEngine", "Rates", "Stream")
@@ -32,6 +33,8 @@ __all__ = ("Completion", "OpenAIEngine", "Rates", "Stream")
 _CHAT = "/v1/chat/completions"
 #: the option that caps an answer, and what hosted reasoning models want instead
 _CAP, _NEW_CAP = "max_tokens", "max_completion_tokens"
+#: tokens by which prefixes grow at least on llama.cpp: with what stands behind the cut about a batch of 128
+LLAMA_PART = 100
 #: a refusal of the option's name, unlike one of its value ("max_tokens or max_completion_tokens is too large")
 _UNSUPPORTED = re.compile(r"unsupported|not supported|instead|unrecogni[sz]ed|unknown|deprecated", re.IGNORECASE)
 
@@ -106,6 +109,7 @@ class OpenAIEngine(Server):
         self._chunk_delay_s = chunk_delay_s
         self._salt = cache_salt
         self._cap = _CAP
+        self._streams: set[Stream] = set()  # answers that come in now
         self._table: SlotTable | None = None
 
     @property
@@ -157,7 +161,11 @@ class OpenAIEngine(Server):
                         prompt=messages,
                         evaluated=ready.evaluated,
                     )
-                    yield stream
+                    self._streams.add(stream)
+                    try:
+                        yield stream
+                    finally:
+                        self._streams.discard(stream)
                     self._saw(stream.completion)
                     if stream.completion is not None:
                         ready.seen(stream.completion.usage)
@@ -287,11 +295,19 @@ class OpenAIEngine(Server):
         if self._strategy is not None:
             return self._strategy
         # Measured (docs/engines.md): beside growing prefixes a turn comes about 0.1 s later, beside one request 0.6 to
-        # 1.2 s. llama.cpp has it nevertheless: small requests cost it a third of its rate, and it keeps what it did.
-        return "abort" if self.capabilities is not None and self.capabilities.flavour == "llama.cpp" else "growing"
+        # 1.2 s. llama.cpp has it nevertheless for one session: small requests cost it a third of its rate, and it keeps
+        # what it did. But it notices a closed connection only while it streams to nobody else.
+        alone = not self._streams and (self._table is None or self._table.sessions < 2)
+        return "abort" if self._llama and alone else "growing"
 
     def _block(self) -> int | None:
+        if self._llama:
+            return LLAMA_PART
         return self.capabilities.block_size if self.capabilities is not None else None
+
+    @property
+    def _llama(self) -> bool:
+        return self.capabilities is not None and self.capabilities.flavour == "llama.cpp"
 
     async def __aenter__(self) -> OpenAIEngine:
         return self

@@ -24,7 +24,8 @@ from .binding import EngineBinding
 from .client import OpenAIEngine
 from .flavours import Capabilities
 from .preload import CHUNK_DELAY_S, Strategy
-from .slots import SlotBinding, SlotTable
+from .slot_table import SlotTable
+from .slots import SlotBinding
 from .weights import check_gguf, find_weights
 from .wire import Answer
 
@@ -105,7 +106,7 @@ class EmbeddedEngine(OpenAIEngine):
             "batch": batch,
             "chat_template": chat_template or _template(weights),
         }
-        self._slots = SlotTable(slots)
+        self._table = self._slots = SlotTable(slots)
         self.capabilities = Capabilities(
             flavour="llama.cpp",
             context_window=context_window,

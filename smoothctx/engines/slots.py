@@ -31,6 +31,7 @@ from ..usage import Usage
 from ..work import MAX_DEFER_S
 from .binding import Prepared
 from .preload import Preloader, PreloadReport, Warmth
+from .slot_table import Offer, SlotTable
 
 if TYPE_CHECKING:
     from .binding import EngineBinding
@@ -39,54 +40,6 @@ if TYPE_CHECKING:
 
 #: seconds that a summariser waits for a moment without any turn on the engine
 GAP_WAIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Offer:
-    """A slot that whoever needs one may have."""
-
-    slot: int
-
-
-class SlotTable:
-    """Which slots of a server are whose. A session that gets none is served wherever the server likes. Thread-safe."""
-
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count))
-        self._offers: list[Offer] = []
-        self._lock = threading.Lock()
-        #: is a copied slot of use for a prompt that leaves it before its end? (Not with a sliding window of attention:
-        #: what lies before that is not copied.) ``None``: not seen yet
-        self.copies_keep: bool | None = None
-
-    def take(self) -> int | None:
-        """A free slot, else the one that was offered first; ``None`` when all are taken."""
-        with self._lock:
-            if self._free:
-                return self._free.pop(0)
-            return self._offers.pop(0).slot if self._offers else None
-
-    def give(self, slot: int | None) -> None:
-        """Hand a slot back."""
-        with self._lock:
-            if slot is not None and slot not in self._free:
-                self._free.append(slot)
-                self._free.sort()
-
-    def offer(self, slot: int) -> Offer:
-        """Whoever needs a slot when none is free may have this one, until it is reclaimed."""
-        offer = Offer(slot)
-        with self._lock:
-            self._offers.append(offer)
-        return offer
-
-    def reclaim(self, offer: Offer) -> int | None:
-        """Take back a slot that was offered; ``None`` when another has it."""
-        with self._lock:
-            if offer not in self._offers:
-                return None
-            self._offers.remove(offer)
-            return offer.slot
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +63,8 @@ class SlotBinding:
         self._engine = engine
         self._table = table
         self._id = session_id
+        self._counted = begun  # among the sessions that are open
+        table.opened(int(begun))
         self._agent = table.take() if begun else None
         self._offer: Offer | None = None  # of a warm slot that waits for its agent
         self._spare: int | None = None
@@ -387,6 +342,8 @@ class SlotBinding:
         """The slots go back, and none is taken any more."""
         with self._lock:
             self._closed = True
+            self._table.opened(-int(self._counted))
+            self._counted = False
             self._table.give(self._agent)
             self._agent = None
             if self._offer is not None:
