@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 from langchain.agents.middleware import AgentMiddleware, hook_config
@@ -80,8 +79,10 @@ def test_the_same_in_a_synchronous_agent(form: Any) -> None:
 async def test_a_call_that_fails_leaves_no_turn_and_says_if_the_server_is_overloaded(form: Any) -> None:
     """The agent gets the very error; background calls leave the server alone for as long as it asked."""
     engine = FakeEngine()
-    answered = httpx.Response(429, headers={"retry-after": "20"}, request=httpx.Request("POST", "http://server/v1"))
-    errors = iter([ConnectionError("gone"), anthropic.RateLimitError("slow down", response=answered, body=None)])
+    sent = httpx.Request("POST", "http://server/v1")
+    answered = httpx.Response(429, headers={"retry-after": "20"}, request=sent)
+    limited = httpx.HTTPStatusError("slow down", request=sent, response=answered)
+    errors = iter([ConnectionError("gone"), limited])
     async with Runtime() as runtime:
         foreground = runtime.foreground(engine)
 
@@ -92,7 +93,7 @@ async def test_a_call_that_fails_leaves_no_turn_and_says_if_the_server_is_overlo
         with pytest.raises(ConnectionError, match="gone"):
             await agent.ainvoke({"messages": [ask(0)]}, on("t"))
         assert not foreground.busy and not runtime.endpoints.rests(engine)
-        with pytest.raises(anthropic.RateLimitError, match="slow down"):
+        with pytest.raises(httpx.HTTPStatusError, match="slow down"):
             await agent.ainvoke({"messages": [ask(0)]}, on("t"))
         assert not foreground.busy and 10 < runtime.endpoints.rests(engine) <= 20
 
