@@ -11,7 +11,9 @@ from smoothctx.engines.binding import Prepared
 from smoothctx.engines.preload import Preloader
 from smoothctx.engines.slots import SlotBinding, SlotTable
 from smoothctx.errors import EngineRefused
+from smoothctx.session import Session
 from smoothctx.testing import FakeEngine
+from smoothctx.testing.engine import EngineCall
 
 
 class SlottedEngine(FakeEngine):
@@ -48,3 +50,12 @@ class SlottedEngine(FakeEngine):
         for slot in taken:
             self.table.give(slot)
         return len(taken)
+
+
+async def ask(session: Session, engine: FakeEngine, messages: list[Any]) -> EngineCall:
+    """One turn of an agent, up to its reply; returns its call."""
+    view = await session.commit(messages)
+    async with session.foreground() as call:
+        await engine.complete(view, max_tokens=1, **session.request, **session.request_options())
+        call.first_token()
+    return engine.calls[-1]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flavour_servers import ModelServer
-from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, now, settle, virtual
-from slotted import SlottedEngine
+from helpers import A, Events, FakeSummarizer, H, S, chat, make_policy, make_runtime, now, settle, virtual
+from slotted import SlottedEngine, ask
 from smoothctx import (
     AdmitAll,
     EngineOverloaded,
@@ -52,15 +52,6 @@ def summarizing(engine: Any, **options: Any) -> Policy:
     """Its summaries are written by the agent's own engine."""
     options.setdefault("context_window", 4000)
     return Policy(Summarize(engine, keep=("messages", 4), facts=False, max_tokens=60), **options)
-
-
-async def ask(session: Session, engine: SlottedEngine, messages: list[Message]) -> EngineCall:
-    """One turn of an agent, up to its reply; returns its call."""
-    view = await session.commit(messages)
-    async with session.foreground() as call:
-        await engine.complete(view, max_tokens=1, **session.request, **session.request_options())
-        call.first_token()
-    return engine.calls[-1]
 
 
 # -- whose turn a summariser waits for ---------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from helpers import A, Events, FakeSummarizer, H, Message, chat, make_policy, make_runtime, settle, virtual
-from slotted import SlottedEngine
+from slotted import SlottedEngine, ask
 from smoothctx import HandleState, Policy, Session, Summarize, Usage
 from smoothctx.economics import Speed
 from smoothctx.engines.preload import Preloader, Warmth
 from smoothctx.foreground import Foreground
 from smoothctx.testing import FakeEngine
-from smoothctx.testing.engine import EngineCall
 
 
 class Slotted(SlottedEngine):
@@ -22,15 +21,6 @@ class Slotted(SlottedEngine):
 
     def __init__(self, slots: int = 4) -> None:
         super().__init__(*["A summary."] * 50, speed=Speed(5000.0, 100.0), slots=slots)
-
-
-async def ask(session: Session, engine: FakeEngine, messages: list[Message]) -> EngineCall:
-    """One turn of an agent, up to its reply; returns its call."""
-    view = await session.commit(messages)
-    async with session.foreground() as call:
-        await engine.complete(view, max_tokens=1, **session.request, **session.request_options())
-        call.first_token()
-    return engine.calls[-1]
 
 
 def at_limit(model: Any, window: int = 4000) -> Policy:
