@@ -174,11 +174,27 @@ class Serving:
 
             def ask() -> dict[str, Any]:
                 self._prepared = True
-                turn = partial(self._foreground.serves, self)
-                return dict(binding.transform_options(self._foreground, session.urgent, turn=turn, wait_s=wait_s))
+                return dict(
+                    binding.transform_options(
+                        self._foreground,
+                        session.urgent,
+                        turn=partial(self._foreground.serves, self),
+                        wait_s=wait_s,
+                        view=self._own_view,
+                    )
+                )
 
             options.update(self._ask("options", ask, none))
         return options
+
+    def _own_view(self) -> list[dict[str, Any]]:
+        """What the agent was sent last and has answered since, as it would send it next."""
+        session = self._session
+
+        def shown() -> list[dict[str, Any]]:
+            return [m for own in session.shown(self._latest) for m in openai_messages(session.codec, own)]
+
+        return self._ask("view", shown, [])
 
     async def warm_up(self, flight: Flight, artifact: Artifact, preload_kv: bool | None) -> bool:
         """Preload what ``flight`` has made, for the first session that holds a handle of it and still needs it."""
@@ -372,12 +388,15 @@ class Serving:
     def committed(self, artifact: Artifact) -> None:
         """If it was preloaded, what the engine holds of it is what the agent sends from now on."""
         binding, warmth = self._binding, self._warmth.pop(artifact.key, None)
-        if binding is None or warmth is None:
+        if binding is None:
             return
-        if warmth.begun and (artifact.warm or self._ask("committed", lambda: self._gains(warmth), True)):
+        moves = warmth is not None and warmth.begun
+        if moves and warmth is not None and not artifact.warm:
+            moves = self._ask("committed", lambda: self._gains(warmth), True)
+        if moves or getattr(binding, "away", False):
             self._prepared = self._session.working()  # then another one may hold something too
             self._ask("committed", lambda: binding.committed(artifact.warm), None)
-        else:
+        elif warmth is not None:
             warmth.drop()  # the agent's calls stay where they are
         self._foreground.poke()
 

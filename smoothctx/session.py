@@ -533,6 +533,11 @@ class Session:
             made = artifact if self._blockwise is None else self._blockwise.preview(artifact, messages)
             return self.branch.preview(made, messages)
 
+    def shown(self, messages: Sequence[Any]) -> list[Any]:
+        """The view of these messages as it is, with nothing new committed."""
+        with self._lock:
+            return self.branch.project(messages)
+
     def likeliest(self, flight: Flight, artifact: Artifact, messages: Sequence[Any]) -> Artifact:
         """Of several candidates the one that would be committed now."""
         with self._lock:

@@ -9,10 +9,12 @@ from typing import Any
 
 from smoothctx.engines.binding import Prepared
 from smoothctx.engines.preload import Preloader
-from smoothctx.engines.slots import SlotBinding, SlotTable
+from smoothctx.engines.slot_table import SlotTable
+from smoothctx.engines.slots import SlotBinding
 from smoothctx.errors import EngineRefused
 from smoothctx.session import Session
 from smoothctx.testing import FakeEngine
+from smoothctx.testing.cache import Slot, SlotCache
 from smoothctx.testing.engine import EngineCall
 
 
@@ -50,6 +52,53 @@ class SlottedEngine(FakeEngine):
         for slot in taken:
             self.table.give(slot)
         return len(taken)
+
+
+class SlidingSlot(Slot):
+    """Some layers attend to the last ``WINDOW`` tokens only. A copy holds of them what lies within that window, so a
+    prompt that leaves it before its end is evaluated anew; evaluated in its place, everything stays."""
+
+    WINDOW = 40
+    start = 0
+    full = True  # ``--swa-full``
+
+    def keep(self, tokens: Any) -> None:
+        """Without ``--swa-full`` the slot itself holds no more than a copy."""
+        super().keep(tokens)
+        if not self.full:
+            self.start = max(0, len(self.tokens) - self.WINDOW)
+
+    def open(self, tokens: Any) -> int:
+        """Nothing is of use where the window of the last common token is not there."""
+        if self.start and max(0, self.common(tokens) - self.WINDOW) < self.start:
+            self.tokens, self.start = [], 0
+        return super().open(tokens)
+
+
+class SlidingEngine(SlottedEngine):
+    """A llama.cpp server with a sliding-window model, ``--swa-full``; it copies slots."""
+
+    def __init__(self, *answers: Any, slots: int = 4, **options: Any) -> None:
+        super().__init__(*answers, slots=slots, **options)
+        assert isinstance(self._cache, SlotCache)
+        self.lanes = self._cache.slots = [SlidingSlot(1) for _ in range(slots)]
+        self.copies: list[str] = []
+        self._files: dict[str, tuple[list[Any], int]] = {}
+
+    async def post_json(self, path: str, body: Any) -> Any:
+        """Save or restore a slot."""
+        self.copies.append(path)
+        await asyncio.sleep(0.01)
+        number, action = path.removeprefix("/slots/").split("?action=")
+        lane = self.lanes[int(number)]
+        assert isinstance(lane, SlidingSlot)
+        if action == "save":
+            start = max(lane.start, len(lane.tokens) - lane.WINDOW)
+            self._files[body["filename"]] = (list(lane.tokens), start)
+        else:
+            tokens, lane.start = self._files[body["filename"]]
+            lane.tokens = list(tokens)
+        return {}
 
 
 async def ask(session: Session, engine: FakeEngine, messages: list[Any]) -> EngineCall:

@@ -24,7 +24,8 @@ import pytest
 from smoothctx import ClosedError, ConfigurationError, EngineError, EngineRefused, EngineUnreachable
 from smoothctx.engines import EmbeddedEngine, OpenAIEngine, Preloader, find_weights
 from smoothctx.engines._child import _place, _sweep
-from smoothctx.engines.slots import SlotBinding, SlotTable
+from smoothctx.engines.slot_table import SlotTable
+from smoothctx.engines.slots import SlotBinding
 from smoothctx.foreground import Foreground
 
 pytestmark = pytest.mark.timeout(400)
@@ -162,9 +163,33 @@ class TestCalls:
             options = binding.transform_options(idle, lambda: False, turn=lambda: False)
             ask = [*parts[:1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sum it up."}]
             done = await engine.complete(ask, max_tokens=4, **FIXED, **options)
-            assert binding._table.copies_keep is False
+            assert binding.table.copies_keep is False
             assert done.usage.cached_tokens is not None and done.usage.cached_tokens < done.usage.input_tokens / 4
             assert done.ttft_s is not None and done.text
+        finally:
+            binding.close()
+
+    async def test_promise_09_a_summary_is_cached_though_attention_slides(self, engine: EmbeddedEngine) -> None:
+        """It is written in the agent's own slot, and the agent's next turn goes on at the end of the copy."""
+        history: list[dict[str, Any]] = []
+        binding, idle = engine.bind("s"), Foreground(time.monotonic)
+        assert isinstance(binding, SlotBinding)
+        try:
+            for n in range(3):
+                asked = {"role": "user", "content": " ".join(f"{n} {k} of the text." for k in range(40))}
+                reply = await engine.complete([*history, asked], max_tokens=8, **FIXED, **binding.request_options())
+                history += [asked, {"role": "assistant", "content": reply.text}]
+            own = binding.request_options()["id_slot"]
+            options = binding.transform_options(idle, lambda: False, turn=lambda: False, view=lambda: history)
+            ask = [*history[:2], {"role": "user", "content": "Sum it up."}]
+            done = await engine.complete(ask, max_tokens=4, **FIXED, **options)
+            assert (
+                done.usage.cached_tokens is not None and done.usage.cached_tokens > 0.9 * done.usage.input_tokens - 16
+            )
+            assert binding.away and binding.request_options()["id_slot"] != own
+            asked = {"role": "user", "content": "Go on."}
+            turn = await engine.complete([*history, asked], max_tokens=2, **FIXED, **binding.request_options())
+            assert turn.usage.cached_tokens is not None and turn.usage.cached_tokens > turn.usage.input_tokens - 24
         finally:
             binding.close()
 

@@ -13,7 +13,7 @@ from smoothctx import ConfigurationError, HandleState, Isolate, LookaheadHandle,
 from smoothctx.economics import Speed
 from smoothctx.engines.binding import Binding, EngineBinding
 from smoothctx.engines.load import Load
-from smoothctx.engines.slots import SlotTable
+from smoothctx.engines.slot_table import SlotTable
 from smoothctx.foreground import WARMING
 from smoothctx.testing import FakeEngine
 from smoothctx.testing.engine import EngineCall

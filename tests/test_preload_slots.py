@@ -23,7 +23,8 @@ from smoothctx import (
     Summarize,
 )
 from smoothctx.economics import Speed
-from smoothctx.engines.slots import GAP_WAIT_S, SlotBinding
+from smoothctx.engines.aligned import GAP_WAIT_S
+from smoothctx.engines.slots import SlotBinding
 from smoothctx.foreground import Foreground
 from smoothctx.testing.engine import EngineCall
 

@@ -45,11 +45,13 @@ class EngineBinding(Protocol):
         *,
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
+        view: View = tuple,
     ) -> Mapping[str, Any]:
         """Options of a summariser's call that extends the agent's cached prefix.
 
         ``urgent()`` says that a turn waits for it: it then keeps out of nobody's way. ``turn()``: is one of the session
         itself in flight or due? (``None``: as ``foreground`` says.) It waits for turns ``wait_s`` seconds at most.
+        ``view()`` is what the agent's next call begins with, as far as it is known.
         """
         ...
 
@@ -136,6 +138,7 @@ class Binding:
         *,
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
+        view: View = tuple,
     ) -> Mapping[str, Any]:
         """The salt, and the priority of what a turn waits for, or of a lookahead; :mod:`smoothctx.urgency` renews that
         one with each call."""

@@ -23,6 +23,8 @@ class SlotTable:
         #: is a copied slot of use for a prompt that leaves it before its end? (Not with a sliding window of attention:
         #: what lies before that is not copied.) ``None``: not seen yet
         self.copies_keep: bool | None = None
+        #: copies in a row to which an agent could not go, or went for nothing
+        self.strays = 0
         #: sessions that are open
         self.sessions = 0
 

@@ -1,14 +1,9 @@
 """Slots: a llama.cpp server's KV caches, handed to sessions. One holds what the agent sends; a spare one works ahead.
 
-The summariser extends the agent's own cache: its slot is copied to the spare one (save and restore, measured at
-34 ms for 2,500 tokens), so it neither waits for the agent's slot nor evicts it. Then the new view is preloaded
-into the spare slot, and the commit makes the agent's next call go there. While that view waits for its commit, another
-summariser of the session gets a slot beside it. A sub-agent's opening is warmed in a slot of its own, which its session
-takes over when it begins.
-
-Of layers with a sliding window a copy holds what lies within it. So with such models a prompt that leaves the agent's
-long before its end is evaluated anew. That is noticed, and done as a preload: llama.cpp evaluates prompts one after the
-other, and a turn behind a long one would wait for all of it.
+The summariser extends the agent's own cache: its slot is copied to the spare one, so it neither waits for the agent's
+slot nor evicts it (see ``aligned``). Then the new view is preloaded there, and the commit makes the agent's next call
+go there. While that view waits for its commit, another summariser of the session gets a slot beside it. A sub-agent's
+opening is warmed in a slot of its own, which its session takes over when it begins.
 
 The server stops a request when its connection closes (it notices within about a second, between two batches) and
 keeps what it has evaluated. So by default a preload is one request, aborted when a turn begins and sent again after it.
@@ -17,38 +12,20 @@ keeps what it has evaluated. So by default a preload is one request, aborted whe
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from ..errors import ClosedError, EngineError
+from ..errors import ClosedError
 from ..foreground import Foreground
-from ..usage import Usage
 from ..work import MAX_DEFER_S
-from .binding import Prepared
+from .aligned import Aligned, Desk
+from .binding import View
 from .preload import Preloader, PreloadReport, Warmth
 from .slot_table import Offer, SlotTable
 
 if TYPE_CHECKING:
     from .binding import EngineBinding
     from .client import OpenAIEngine
-
-
-#: seconds that a summariser waits for a moment without any turn on the engine
-GAP_WAIT_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Desk:
-    """A slot in which summarisers of one session write."""
-
-    slot: int
-    writers: int = 0
-    copied: bool = False
 
 
 class SlotBinding:
@@ -61,7 +38,7 @@ class SlotBinding:
         self, engine: OpenAIEngine, table: SlotTable, session_id: str, *, preloader: Preloader, begun: bool = True
     ) -> None:
         self._engine = engine
-        self._table = table
+        self.table = table
         self._id = session_id
         self._counted = begun  # among the sessions that are open
         table.opened(int(begun))
@@ -70,8 +47,11 @@ class SlotBinding:
         self._spare: int | None = None
         #: the spare slot holds what the agent's own begins with: a summariser that continues it has written there
         self.aligned = False
+        #: the agent works in a copy of its slot, of which nothing but its end is certain to be of use
+        self.away = False
+        self._left: int | None = None  # the slot that it left, while that holds everything
         self._held: Warmth | None = None  # of what was sent to the spare slot, in part at least
-        self._desk: _Desk | None = None
+        self._desk: Desk | None = None
         self._closed = False
         self._preloader = preloader
         self._lock = threading.RLock()
@@ -93,119 +73,44 @@ class SlotBinding:
         *,
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
+        view: View = tuple,
     ) -> Mapping[str, Any]:
-        """Run the summariser beside the agent's slot, on a copy of its cache (``engine.stream`` understands it).
+        """Run the summariser on what the agent's slot holds (``engine.stream`` understands it); see ``Aligned``."""
+        aligned = Aligned(
+            self,
+            self._engine,
+            self._preloader,
+            foreground=foreground,
+            urgent=urgent,
+            turn=turn if turn is not None else lambda: foreground.busy,
+            view=view,
+            wait_s=wait_s,
+        )
+        return {"lookahead": aligned.prepare}
 
-        It waits a little for a moment without any turn, and for the end of the session's own ``turn``, whose slot is
-        to be copied; ``wait_s`` seconds at most.
-        """
-        own = turn if turn is not None else lambda: foreground.busy
-        return {"lookahead": partial(self._aligned, foreground, urgent, own, wait_s)}
+    @property
+    def agent(self) -> int | None:
+        """The slot of the agent."""
+        return self._agent
 
-    @asynccontextmanager
-    async def _aligned(
-        self,
-        foreground: Foreground,
-        urgent: Callable[[], bool],
-        turn: Callable[[], bool],
-        wait_s: float,
-        messages: Sequence[Mapping[str, Any]],
-        request: Mapping[str, Any],
-    ) -> AsyncGenerator[Prepared]:
-        desk = self._sit()
-        if desk is None:
-            yield Prepared({})
-            return
-        try:
-            own: dict[str, Any] = {"id_slot": desk.slot, "cache_prompt": True}
-            copied, warmth = False, Warmth()
-            evaluated: int | None = 0
-            with anyio.move_on_after(wait_s):
-                with anyio.move_on_after(GAP_WAIT_S):
-                    await foreground.wait_until(lambda: not foreground.busy or urgent())
-                await foreground.wait_until(lambda: not turn() or urgent())
-                copied = await self._copy(desk)
-                if not (copied and self._table.copies_keep):
-                    evaluated = await self._evaluate(
-                        messages,
-                        {**request, **own},
-                        foreground=foreground,
-                        needed=lambda: self._at(desk) and not urgent(),
-                        copied=copied,
-                        warmth=warmth,
-                    )
-            if not self._at(desk):  # the slots went back meanwhile
-                yield Prepared({})
-            elif warmth.begun:
-                yield Prepared(own, evaluated or None)  # nothing: there was no time for all of it
-            else:
-                yield Prepared(own, seen=lambda usage: self._judge(usage, copied))
-        finally:
-            self._rise(desk)
-            foreground.poke()  # a preload may wait for its slot
-
-    def _at(self, desk: _Desk) -> bool:
+    def at(self, desk: Desk) -> bool:
         """Is that still where the session's summarisers write?"""
         return self._agent is not None and self._desk is desk
 
-    async def _copy(self, desk: _Desk) -> bool:
-        """Copy the agent's slot there, while it is at rest (else the server would not before its turn ends): once, for
-        all that write there. Is it there?"""
-        if desk.copied or not self._at(desk):
-            return desk.copied
-        file = {"filename": f"to-slot-{desk.slot}.bin"}  # overwritten by the next copy: no more files than slots
-        try:
-            await self._engine.post_json(f"/slots/{self._agent}?action=save", file)
-            await self._engine.post_json(f"/slots/{desk.slot}?action=restore", file)
-        except EngineError:
-            return False  # without the copy the prompt is evaluated anew: slower, never wrong
-        desk.copied = True
-        return True
+    def change_places(self, desk: Desk, *, unless: Callable[[], bool]) -> bool:
+        """The agent goes on in the desk's slot, a copy of its own, which is where summarisers write from now on.
 
-    async def _evaluate(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        request: Mapping[str, Any],
-        *,
-        foreground: Foreground,
-        needed: Callable[[], bool],
-        copied: bool,
-        warmth: Warmth,
-    ) -> int | None:
-        """Evaluate what the copy has not brought of a summariser's prompt as a preload, which gives way to turns: a
-        prompt that the server evaluates at once delays every other one behind it. How many tokens that were."""
+        ``unless`` a turn of the session is in flight: that one is where it was.
+        """
+        with self._lock:
+            if not self.at(desk) or self._agent is None or unless():
+                return False
+            self._left = self._agent
+            self._agent, desk.slot = desk.slot, self._agent
+            self.away = True
+            return True
 
-        first: Usage | None = None
-
-        async def send(part: Sequence[Mapping[str, Any]]) -> Any:
-            nonlocal first
-            reply = await self._engine.prefill(part, **request)
-            first = first or reply.usage
-            return reply
-
-        try:
-            report = await self._preloader.run(
-                send,
-                lambda: messages,
-                foreground=foreground,
-                needed=needed,
-                keeps=True,
-                warmth=warmth,
-                known_rate=self._engine.rates.prefill,
-            )
-        except EngineError:
-            return None  # the call itself will tell
-        if report.aborted or first is None or first.cached_tokens is None:
-            return None
-        self._judge(first, copied)
-        return report.usage.input_tokens - (report.usage.cached_tokens or 0)
-
-    def _judge(self, usage: Usage, copied: bool) -> None:
-        """Did the copy bring most of this prompt?"""
-        if copied and usage.cached_tokens is not None:
-            self._table.copies_keep = usage.cached_tokens * 2 > usage.input_tokens
-
-    def _sit(self) -> _Desk | None:
+    def sit(self) -> Desk | None:
         """A place to write: the spare slot, but for one that holds a view; then one beside it."""
         with self._lock:
             if self._agent is None:
@@ -215,18 +120,18 @@ class SlotBinding:
                 if slot is not None:
                     self._empty()
                 elif self._holds:
-                    slot = self._table.take()
+                    slot = self.table.take()
                     if slot is None:  # better warm the view again than put an agent's own slot at risk
-                        slot = self._spare
+                        slot, self._left = self._spare, None
                         self._empty()
                         self._drop()
                 if slot is None:
                     return None
-                self._desk = _Desk(slot)
+                self._desk = Desk(slot, whole=slot == self._left)
             self._desk.writers += 1
             return self._desk
 
-    def _rise(self, desk: _Desk) -> None:
+    def rise(self, desk: Desk) -> None:
         """The last one leaves the slot for the view that comes of it."""
         with self._lock:
             desk.writers -= 1
@@ -235,7 +140,7 @@ class SlotBinding:
                 if self._spare is None:
                     self._spare, self.aligned = desk.slot, True
                 else:
-                    self._table.give(desk.slot)
+                    self._give(desk.slot)
 
     async def preload(
         self,
@@ -290,13 +195,18 @@ class SlotBinding:
         return self._spare is not None and self._held is not None and self._held.begun
 
     def committed(self, warm: bool) -> None:
-        """The agent moves to the slot that was preloaded; its old one becomes the spare."""
+        """The agent moves to the slot that was preloaded; its old one becomes the spare.
+
+        From a copy it goes back to its own slot in any case: with a sliding window the copy is of no use for a view
+        that was rewritten.
+        """
         with self._lock:
-            if self._holds and self._agent is not None:
+            back = self._spare is not None and self._spare == self._left
+            if (self._holds or back) and self._agent is not None:
                 self._agent, self._spare = self._spare, self._agent
             elif self._holds:
                 self._agent, self._spare = self._spare, None
-            self._held = None
+            self._held, self._left, self.away = None, None, False
             self._give_spare()
 
     def discarded(self) -> None:
@@ -304,33 +214,33 @@ class SlotBinding:
         with self._lock:
             self._give_spare()
             if self._desk is not None:
-                self._table.give(self._desk.slot)
+                self._give(self._desk.slot)
                 self._desk = None
 
     def opening(self) -> SlotBinding:
         """Of a sub-agent that has not begun: it has no slot but the one in which its opening is warmed."""
-        return SlotBinding(self._engine, self._table, self._id, preloader=self._preloader, begun=False)
+        return SlotBinding(self._engine, self.table, self._id, preloader=self._preloader, begun=False)
 
     def offer(self) -> None:
         """Nobody may ever send what is warm here: until it is taken over, others may have the slot."""
         with self._lock:
             if self._spare is not None:
-                self._offer = self._table.offer(self._spare)
+                self._offer = self.table.offer(self._spare)
                 self._empty()
 
     def take_over(self, opening: EngineBinding) -> None:
         """The agent goes to the slot in which its opening was warmed, and gives its own back."""
-        warm = opening.handed(self._table) if isinstance(opening, SlotBinding) else None
+        warm = opening.handed(self.table) if isinstance(opening, SlotBinding) else None
         with self._lock:
             if warm is not None and self._closed:
-                self._table.give(warm)
+                self.table.give(warm)
             elif warm is not None:
-                self._table.give(self._agent)
+                self.table.give(self._agent)
                 self._agent = warm
 
     def handed(self, table: SlotTable) -> int | None:
         """Hand the slot of an opening over to its agent on the same server; ``None`` where it has none any more."""
-        if table is not self._table:
+        if table is not self.table:
             return None
         with self._lock:
             slot, offer = self._spare, self._offer
@@ -342,24 +252,30 @@ class SlotBinding:
         """The slots go back, and none is taken any more."""
         with self._lock:
             self._closed = True
-            self._table.opened(-int(self._counted))
+            self.table.opened(-int(self._counted))
             self._counted = False
-            self._table.give(self._agent)
+            self.table.give(self._agent)
             self._agent = None
             if self._offer is not None:
-                self._table.give(self._table.reclaim(self._offer))
+                self.table.give(self.table.reclaim(self._offer))
             self._offer = None
             self.discarded()
 
     def _take_spare(self) -> int | None:
         with self._lock:
             if self._spare is None and not self._closed:
-                self._spare = self._table.take()
+                self._spare = self.table.take()
             return self._spare
+
+    def _give(self, slot: int | None) -> None:
+        """Others may have it."""
+        if slot == self._left:
+            self._left = None
+        self.table.give(slot)
 
     def _give_spare(self) -> None:
         self._drop()
-        self._table.give(self._spare)
+        self._give(self._spare)
         self._empty()
 
     def _empty(self) -> None:
