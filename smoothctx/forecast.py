@@ -6,10 +6,13 @@ trigger when its expected work exceeds the idle time that is left before the har
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 _MARGIN = 1.25  # work is expected to take that many times what it usually does
 _WEIGHT = 0.3  # of the newest sample; about the last five turns count
+_TURNS = 16  # of so many the one that added most may come again: the output of a tool is long now and then
+_LONGEST = 4  # and if it is: it is taken for a quarter of what fits, at most
 
 
 @dataclass(slots=True)
@@ -26,7 +29,18 @@ class Average:
 class Forecast:
     """What a session has seen of itself. Times in seconds of the runtime's clock, sizes in tokens."""
 
-    __slots__ = ("_asked", "_boundary_at", "_boundary_tokens", "_idle_since", "growth", "idle", "turn", "work", "write")
+    __slots__ = (
+        "_asked",
+        "_boundary_at",
+        "_boundary_tokens",
+        "_grown",
+        "_idle_since",
+        "growth",
+        "idle",
+        "turn",
+        "work",
+        "write",
+    )
 
     def __init__(self) -> None:
         self.growth = Average()  # tokens per turn
@@ -34,6 +48,7 @@ class Forecast:
         self.turn = Average()  # seconds from boundary to boundary
         self.work = Average()  # seconds of background work per lookahead, preload included
         self.write = Average()  # seconds of it until the result is there
+        self._grown: deque[int] = deque(maxlen=_TURNS)  # tokens that the last turns added
         self._boundary_at: float | None = None
         self._boundary_tokens = 0
         self._idle_since: float | None = None
@@ -43,6 +58,7 @@ class Forecast:
         """A turn begins. ``tokens`` were added until now, in all: as they were shown when they came."""
         if self._boundary_at is not None and tokens > self._boundary_tokens:
             self.growth.add(tokens - self._boundary_tokens)
+            self._grown.append(tokens - self._boundary_tokens)
             self.turn.add(now - self._boundary_at)
         if self._idle_since is not None:
             self.idle.add(now - self._idle_since)
@@ -92,12 +108,13 @@ class Forecast:
 
         ``work`` is only a first guess, where the session has seen no lookahead of its own yet. Those it has seen
         took their time beside its turns, so they are held against whole turns; a guess is held against idle time.
+        The last turn before the limit cannot be used up, since the commit happens at its start; and it may be as long
+        as the longest one of late (but for what no early start could make up for).
         """
-        turns = self.turns_left(tokens, limit)
+        longest = min(max(self._grown, default=0), (limit or 0) // _LONGEST)
+        turns = self.turns_left(tokens + longest, limit)
         if turns is None:
             return False
-        # The last turn before the limit cannot be used up: the commit happens at its start.
-        turns = max(0.0, turns - 1)
         if self.work.value is not None and self.turn.value is not None:
             return self.work.value * _MARGIN > turns * self.turn.value
         if work is not None and self.idle.value is not None:

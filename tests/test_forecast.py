@@ -72,6 +72,27 @@ def test_late_is_when_the_work_takes_longer_than_what_is_left() -> None:
     assert forecast.late(1000, 1000, None)
 
 
+def test_the_last_turn_may_be_as_long_as_the_longest_one_of_late() -> None:
+    """Tools answer at length now and then: work of two turns starts while such a turn and two more fit. What was long
+    ago, or is longer than any early start could make up for, does not count."""
+    forecast = seen()
+    forecast.work.add(16.0)  # two turns, with the margin
+    assert forecast.late(1000 - 299, 1000, None) and not forecast.late(1000 - 301, 1000, None)
+    tokens = 1900
+    for k, growth in enumerate([220, *[100] * 15]):
+        forecast.boundary(200 + 10 * k, tokens := tokens + growth)
+    usual = forecast.growth.value
+    assert usual is not None and usual < 102
+    assert forecast.late(1000 - 219 - int(2 * usual), 1000, None)
+    assert not forecast.late(1000 - 224 - int(2 * usual), 1000, None)
+    forecast.boundary(360.0, tokens + 100)
+    assert not forecast.late(1000 - 103 - int(2 * usual), 1000, None), "that was 16 turns ago"
+    forecast.boundary(370.0, tokens + 900)
+    grown = forecast.growth.value
+    assert grown is not None
+    assert not forecast.late(4000 - 1000 - 2 * int(grown) - 40, 4000, None)
+
+
 def test_results_without_a_model_say_nothing_about_those_that_need_one() -> None:
     """They count while no model was ever asked, and not from then on."""
     forecast = Forecast()
