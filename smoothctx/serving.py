@@ -448,5 +448,4 @@ class Serving:
 
 def _slotted(engine: Any) -> bool:
     """Is it a server that is known to have slots to work in?"""
-    slots = getattr(getattr(engine, "capabilities", None), "slots", 0)
-    return isinstance(slots, int) and slots >= 2
+    return bool(getattr(getattr(engine, "capabilities", None), "slotted", False))

@@ -101,7 +101,7 @@ class Agent:
     def own(self, slot: int) -> dict[str, Any]:
         """Options of calls without smoothctx's engine binding: a slot of one's own where the server has slots."""
         known = getattr(self.engine, "capabilities", None)
-        if known is None or known.slots < 2 or not 0 <= slot < known.slots:
+        if known is None or not known.slotted or not 0 <= slot < known.slots:
             return self.fixed
         return {**self.fixed, "id_slot": slot, "cache_prompt": True}
 

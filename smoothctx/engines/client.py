@@ -279,7 +279,7 @@ class OpenAIEngine(Server):
         them: share one among all sessions on a server.
         """
         known = self.capabilities
-        if known is None or known.slots < 2:
+        if known is None or not known.slotted:
             return Binding(self, session_id, preloader=self.preloader())
         if self._table is None:
             self._table = SlotTable(known.slots)

@@ -76,6 +76,11 @@ class Capabilities:
     prefix_caching: bool | None = None
     unanswered: tuple[str, ...] = ()
 
+    @property
+    def slotted(self) -> bool:
+        """Has it slots to work in beside an agent's own?"""
+        return self.slots >= 2
+
     def priority_options(self, level: Level) -> dict[str, int]:
         """The request option for this level of ``foreground > promoted > lookahead``; nothing where unsupported."""
         if self.priority is None or (self.flavour == "vllm" and level == "foreground"):
