@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except SmoothctxError as error:
+    except (SmoothctxError, OSError) as error:  # a file, or our own output: no traceback of either
         print(f"smoothctx: {error}", file=sys.stderr)
         return 1
 

@@ -16,6 +16,7 @@ from smoothctx.bench.qa_data import Item, load_hotpotqa, load_locomo, own_items
 from smoothctx.bench.qa_scores import Action, action_of, equivalence, exact_match, f1, held, normalise
 from smoothctx.cli import build, main
 from smoothctx.errors import ConfigurationError
+from smoothctx.outputs import Output
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
@@ -401,17 +402,17 @@ async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
     cells: list[qa.Cell] = []
     with pytest.raises(KeyboardInterrupt):
-        await qa.measure(Knower(items, fail_after=4), "x", items, settings(), cells, file)
+        await qa.measure(Knower(items, fail_after=4), "x", items, settings(), cells, Output("--json", file))
     assert len(there()) == len(cells) == 3
     engine, again = Knower(items), []
-    await qa.measure(engine, "x", items, settings(), again, file, qa._read(file))
+    await qa.measure(engine, "x", items, settings(), again, Output("--json", file), qa._read(file))
     assert len(again) == 6 and again[:3] == cells and len(engine.requests) == 5, "a summary is two requests"
     assert len(there()) == 6
     engine, last = Knower(items), []
-    await qa.measure(engine, "x", items, settings(), last, file, qa._read(file))
+    await qa.measure(engine, "x", items, settings(), last, Output("--json", file), qa._read(file))
     assert last == again and not engine.requests
     other: list[qa.Cell] = []
-    await qa.measure(engine, "y", items[:1], settings(), other, file, qa._read(file))
+    await qa.measure(engine, "y", items[:1], settings(), other, Output("--json", file), qa._read(file))
     assert engine.requests and len(there()) == 8 and qa.rows(other) == json.loads(file.read_text())["rows"]
 
 

@@ -20,10 +20,10 @@ from smoothctx.bench.ttft_plan import DEFAULT_PLAN, Cell, Settings, cells, read_
 from smoothctx.bench.ttft_run import measure
 from smoothctx.cli import main
 from smoothctx.demo.chunks import Chunk
-from smoothctx.economics import Speed
 from smoothctx.errors import ConfigurationError, EngineRefused, EngineUnreachable, SmoothctxError
+from smoothctx.outputs import Output
 from smoothctx.transforms import Isolate
-from ttft_fakes import SMALL, SOURCES, Fake, measured
+from ttft_fakes import FAST_RUN, SMALL, Fake, at_once, measured
 
 
 class Stop(Exception):
@@ -118,6 +118,16 @@ def test_in_line_waits_and_lookahead_does_not(small: tuple[dict[str, Any], Fake]
     assert cached[0] < cached[1]
     if strategy == "summarise":
         assert all(t["how"] == "promoted" and t["waited_ms"] > 500 for t in inline), "24 tokens at 40 a second"
+
+
+def test_every_turn_stands_in_one_line_of_the_report(small: tuple[dict[str, Any], Fake]) -> None:
+    """Rewrites, ordinary turns, and the rewrites of a sub-agent's parent are all there are."""
+    data, _ = small
+    lines = ("rewrites", "ordinary", "parent_rewrites")
+    for arm in ttft_report.figures(data)["arms"]:
+        assert sum(arm[line]["n"] for line in lines if arm[line] is not None) == arm["all"]["n"]
+        assert (arm["parent_rewrites"] is None) is (arm["strategy"] != "isolate")
+        assert arm["strategy"] != "isolate" or arm["parent_rewrites"]["n"] > 0
 
 
 def test_the_same_messages_are_handed_over_in_both_modes(small: tuple[dict[str, Any], Fake]) -> None:
@@ -273,7 +283,7 @@ def test_other_texts_are_refused(tmp_path: Path) -> None:
         measured("keep-recent:1:2", file=file, settings=short, folder=folder)
     old = read(file)
     del old["texts_digest"]
-    write(file, old)
+    write(Output("--json", file), old)
     data, _ = measured("keep-recent:1:2", file=file, settings=short, folder=folder, say=lines.append)
     assert len(data["cells"]) == 4 and any("does not tell which texts" in line for line in lines)
 
@@ -324,7 +334,7 @@ def test_more_batches_have_the_tool_time_of_the_first(tmp_path: Path) -> None:
     first, _ = measured("keep-recent:1:1", file=file, settings=short)
     changed = read(file)
     changed["calibration"]["prefill"] /= 4
-    write(file, changed)
+    write(Output("--json", file), changed)
     more, _ = measured("keep-recent:1:2", file=file, settings=short)
     assert len(more["cells"]) == 4
     assert {c["tool_s"] for c in more["cells"].values()} == {c["tool_s"] for c in first["cells"].values()}
@@ -332,19 +342,11 @@ def test_more_batches_have_the_tool_time_of_the_first(tmp_path: Path) -> None:
 
 # -- the command ----------------------------------------------------------------------------------------------------
 
-FAST = ("--turns", "4", "--turn-tokens", "150", "--reply-tokens", "4", "--summary-tokens", "8", "--window", "1024")
-FAST_RUN = ("bench", "ttft", "--url", "http://x/v1", "--name", "m", "--path", str(SOURCES), "--tool", "0", *FAST)
-
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes no time at all."""
-
-    def server(*_: Any) -> Fake:
-        return Fake(speed=Speed(float("inf"), float("inf")))
-
-    monkeypatch.setattr(ttft, "server", server)
-    monkeypatch.setattr("smoothctx.bench.ttft.time.perf_counter", lambda: asyncio.get_running_loop().time())
+    at_once(monkeypatch)
 
 
 def test_the_command_measures_reports_and_writes(
@@ -409,6 +411,7 @@ def test_ctrl_c_ends_it_cleanly(fast: None, tmp_path: Path, monkeypatch: pytest.
         (["--url", "http://x/v1"], "--name"),
         (["--turns", "1"], "--turns 1"),
         (["--window", "512"], "--window 512"),
+        (["--turn-tokens", "1"], "--turn-tokens 1: expected at least 40"),
         (["--tool", "-1"], "--tool -1"),
         (["--path", "/nowhere/at/all"], "--path /nowhere/at/all"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json"),
@@ -456,5 +459,11 @@ async def test_too_little_to_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("short", encoding="utf-8")
     with pytest.raises(SmoothctxError, match="not enough readable text"):
         await ttft.run(
-            Fake(), SMALL, {"summarise": {1: 1}}, tmp_path, file=None, say=lambda line: None, clock=lambda: 0.0
+            Fake(),
+            SMALL,
+            {"summarise": {1: 1}},
+            tmp_path,
+            out=Output("--json", None),
+            say=lambda line: None,
+            clock=lambda: 0.0,
         )

@@ -157,7 +157,7 @@ def test_what_the_server_refuses_is_left_out_by_name_and_so_are_tools() -> None:
 
 
 def test_a_busy_server_is_not_taken_for_one_without_tools() -> None:
-    """A 429 in that place ends the run, as anywhere."""
+    """A 429 in that place, again and again, ends the run as anywhere."""
 
     class Busy(Picky):
         async def complete(self, messages: Any, **options: Any) -> Any:

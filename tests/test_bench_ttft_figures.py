@@ -181,6 +181,11 @@ def test_hand_overs_are_the_rewrites_of_isolate() -> None:
     turns = [turn(100, kind="parent"), rewrite(900, kind="parent"), rewrite(50, kind="handover")]
     found = arms(data(cell("isolate", "lookahead", turns)))["isolate", 1, "lookahead"]
     assert [t["ttft_ms"] for t in found.rewrites] == [50] and [t["ttft_ms"] for t in found.ordinary] == [100]
+    own = of_arm(found)["parent_rewrites"]
+    assert (own["n"], own["max_ms"]) == (1, 900), "but they are counted, in a line of their own"
+    assert re.search(r"parent's own +1 +900", text(data(cell("isolate", "lookahead", turns))))
+    assert re.search(r"parent's own +0 +-", text(data(cell("isolate", "lookahead", turns[:1]))))
+    assert "parent's own" not in text(data(cell("summarise", "lookahead", [turn(100), rewrite(900)])))
 
 
 # -- aims --------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,27 @@ def test_the_figures() -> None:
     assert "Spearman of tokens with detail" in table(figures)
 
 
+def test_a_row_does_not_contradict_itself() -> None:
+    """Tokens a second are the row's tokens by its seconds, and the gain is that of the seconds: a fast run counts no
+    more than a slow one."""
+
+    def one(kind: str, run: int, wall_s: float) -> dict[str, Any]:
+        figures = {"output_tokens": 120, "tokens_per_s": 120 / wall_s, "wall_s": wall_s, "calls": 3, "ended_by_cap": 0}
+        about = {"kind": kind, "block_tokens": 400, "detail": "concise", "run": run, "error": None, "raw_messages": 0}
+        return {**about, **figures, "blocks": 3, "texts": ["a b"]}
+
+    made = [one("parallel", 0, 3.4), one("parallel", 1, 0.2), one("sequential", 0, 7.6), one("sequential", 1, 0.4)]
+    [found] = summary({str(k): c for k, c in enumerate(made)}, (400,), ("concise",))["rows"]
+    assert found["tokens_per_s"] == pytest.approx(found["output_tokens"] / found["wall_s"]) == pytest.approx(240 / 3.6)
+    assert found["sequential_tokens_per_s"] == pytest.approx(240 / 8.0)
+    assert found["speedup"] == pytest.approx(found["sequential_wall_s"] / found["wall_s"]) == pytest.approx(8.0 / 3.6)
+    still = [{**c, "wall_s": 0.0} for c in made]
+    [found] = summary({str(k): c for k, c in enumerate(still)}, (400,), ("concise",))["rows"]
+    assert (
+        found["tokens_per_s"] is None and found["speedup"] is None and table({**summary({}, (), ()), "rows": [found]})
+    )
+
+
 def test_where_prefill_decides_blocks_are_slower() -> None:
     """Each block is read once more than by one summary: for short answers on a slow prefill that is the longer way."""
     cells: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ import pytest
 from smoothctx.cli import main
 from smoothctx.demo.agent import Run, Settings, Turn
 from smoothctx.demo.chunks import chunks
-from smoothctx.demo.report import as_json, excess_removed, figures, percentile, plot, row, summary, svg, write_html
+from smoothctx.demo.report import as_json, excess_removed, figures, page, percentile, plot, row, summary, svg
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,7 +96,7 @@ def test_figures() -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_report_formats(quick: bool, tmp_path: Path) -> None:
+def test_report_formats(quick: bool) -> None:
     """JSON, table, plot, SVG and page are made of the same figures."""
     data = as_json(runs(), Settings(), quick=quick, machine={"cpus": 2})
     assert data["modes"]["inline"]["transform_turns"]["n"] == 1
@@ -107,8 +107,7 @@ def test_report_formats(quick: bool, tmp_path: Path) -> None:
     assert svg(data).count("<circle") == 4
     assert "5.0 s for the summary" in row("inline", runs()["inline"].turns[2])
     assert "TRANSFORM TURN" in row("lookahead", runs()["lookahead"].turns[2])
-    write_html(data, tmp_path / "report.html")
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert "<svg" in page(data)
     json.dumps(data)
 
 
@@ -134,9 +133,9 @@ def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.timeout(600)
 def test_quick_demo_on_the_embedded_engine(tmp_path: Path) -> None:
     """Both modes rewrite their context; with lookahead no turn waits for a summary. Timing is not asserted."""
-    file, page = tmp_path / "demo.json", tmp_path / "demo.html"
+    file, shown = tmp_path / "demo.json", tmp_path / "demo.html"
     done = subprocess.run(
-        [sys.executable, "-m", "smoothctx", "demo", "--quick", "--json", str(file), "--report", str(page)],
+        [sys.executable, "-m", "smoothctx", "demo", "--quick", "--json", str(file), "--report", str(shown)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -150,7 +149,7 @@ def test_quick_demo_on_the_embedded_engine(tmp_path: Path) -> None:
     assert ahead["transform_turns"]["n"] >= 1
     assert data["lookahead"]["started"] >= data["lookahead"]["committed"] >= 1
     assert inline["transform_turns"]["p95_ms"] is None
-    assert page.exists() and "TRANSFORM TURN" in done.stdout
+    assert shown.exists() and "TRANSFORM TURN" in done.stdout
     # The summariser extended the agent's own cache: most of its input was cached, as the server reported it.
     assert data["lookahead"]["transform_tokens"] > 0
 

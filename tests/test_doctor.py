@@ -31,8 +31,8 @@ from smoothctx.doctor import (
     positions,
     volatile,
 )
-from smoothctx.doctor.asking import patiently
 from smoothctx.engines import Capabilities, EmbeddedEngine, find_weights
+from smoothctx.patience import patiently
 from virtual import run_virtual
 
 QUICK = Settings(tokens=800, repeats=2)
@@ -318,6 +318,36 @@ async def test_the_list_of_models_is_waited_for() -> None:
     assert told == ["the server is overloaded or limits requests (429): again in 0.001 s"]
 
 
+@pytest.mark.parametrize(("asked", "waited"), [(3600.0, 3600.0), (0.0, 1.0), (90.0, 90.0), (None, 1.0)])
+def test_nobody_is_asked_again_sooner_than_it_wishes(asked: float | None, waited: float) -> None:
+    """However long that is, up to an hour; where it names nothing, after a pause of ours."""
+
+    async def run() -> float:
+        answers = [EngineOverloaded("limit", status=429, retry_after_s=asked)]
+
+        async def call() -> float:
+            if answers:
+                raise answers.pop()
+            return asyncio.get_running_loop().time()
+
+        return (await patiently(call, lambda line: None))[0]
+
+    assert run_virtual(run) == pytest.approx(waited)
+
+
+def test_a_server_that_wants_more_than_an_hour_is_an_error_at_once() -> None:
+    """It says for how long; nobody sits and waits for it."""
+
+    async def run() -> float:
+        server = Limited("other").limit(*range(1, 99), wait="7200")
+        with pytest.raises(EngineOverloaded, match="asks to be left alone for 7200 s"):
+            await examine(server.engine(), QUICK)
+        assert server.tried == 1
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run) < 60
+
+
 def test_promise_11_a_cancelled_examination_ends() -> None:
     """Cancelling it stops it at once."""
 
@@ -387,6 +417,18 @@ def test_equal_renderings() -> None:
     assert volatile.check(["abc", "abcd"]).data["offset"] == 3
     assert volatile.check(["abc", "abc", "axc"]).data["offset"] == 1
     assert volatile.check([]).status == "unknown"
+
+
+def test_of_several_renderings_two_that_differ_are_shown() -> None:
+    """Wherever the one that differs stands; of several, the one that differs first."""
+    same, other, late = "You are brief. It is 12:00:01 now.", "You are brief. It is 12:00:02 now.", "You are brief. X"
+    for texts in ([same, same, other], [same, other, same], [same, other, other, same]):
+        finding = volatile.check(texts)
+        assert finding.data["offset"] == 28 and finding.data["kind"] == "a time of day"
+        assert finding.data["shown"] == [t[4:] for t in (same, other)]
+    finding = volatile.check([same, other, same, late])
+    assert finding.data["offset"] == 15 and finding.data["shown"] == [same[:39], late]
+    assert finding.data["kind"] == "something"
 
 
 def test_one_rendering_is_searched() -> None:

@@ -23,7 +23,7 @@ from ..codec import OpenAIMessages
 from ..engines import EmbeddedEngine, OpenAIEngine
 from ..engines.http import without_user
 from ..errors import ConfigurationError, SmoothctxError
-from ..outputs import check_file, write_whole
+from ..outputs import Output, check_file
 from ..transforms import ParallelSummarize, Summarize
 from ..transforms.base import Transform, TransformRequest
 from ..transforms.inputs import opens_with_user, units
@@ -121,16 +121,16 @@ def command(options: argparse.Namespace) -> int:
     items, settings = chosen_items(options), chosen_settings(options)
     check_file("--json", options.json)
     cells: list[Cell] = []
+    out = Output("--json", options.json)
     try:
-        anyio.run(_with_engine, options, items, settings, cells)
+        anyio.run(_with_engine, options, items, settings, cells, out)
     finally:  # also when interrupted: what is there is shown, and with --json nothing of it is lost
         if cells:
             print(table(cells))
             if note := weakness(cells):
                 print(note)
-            if options.json is not None:
-                print(f"figures: {options.json}")
-    return 0 if any(not c.error for c in cells) else 1
+            out.close("figures")
+    return max(int(out.failed), 0 if any(not c.error for c in cells) else 1)
 
 
 def _defaults(options: argparse.Namespace) -> None:
@@ -208,9 +208,9 @@ def _names(option: str, value: str, allowed: Sequence[str]) -> list[str]:
 
 
 async def _with_engine(
-    options: argparse.Namespace, items: Sequence[Item], settings: Sequence[Setting], cells: list[Cell]
+    options: argparse.Namespace, items: Sequence[Item], settings: Sequence[Setting], cells: list[Cell], out: Output
 ) -> None:
-    held = _read(options.json)
+    held = _read(out.file)
     if options.url is None:
         print("starting the embedded engine ...", file=sys.stderr, flush=True)
         engine: Any = EmbeddedEngine(options.model, context_window=options.window, slots=1)
@@ -223,7 +223,7 @@ async def _with_engine(
     async with engine:
         place = without_user(options.url or "embedded")
         identity = f"{place}#{name or getattr(engine, 'model', 'embedded')}"
-        await measure(engine, identity, items, settings, cells, options.json, held)
+        await measure(engine, identity, items, settings, cells, out, held)
 
 
 def _key(options: argparse.Namespace) -> str | None:
@@ -241,11 +241,11 @@ async def measure(
     items: Sequence[Item],
     settings: Sequence[Setting],
     cells: list[Cell],
-    file: Path | None = None,
+    out: Output | None = None,
     held: Mapping[str, Cell] | None = None,
 ) -> None:
     """Ask every question under every setting and put the cells into ``cells``, but for what is among the ``held`` ones
-    of an earlier run and did not fail. After each cell the ``file`` has all of them."""
+    of an earlier run and did not fail. After each cell ``out`` has all of them."""
     left = dict(held or {})
     total = len(items) * len(settings)
     for item in items:
@@ -259,8 +259,8 @@ async def measure(
                 reference = cell.answer
             cell = compared(cell, reference)
             cells.append(cell)
-            if file is not None:
-                write_whole(file, json.dumps(as_json(cells, list(left.values())), indent=2) + "\n")
+            if out is not None:
+                out.write(json.dumps(as_json(cells, list(left.values())), indent=2) + "\n")
             shown = cell.error or f"{cell.context_tokens} tokens: {cell.answer[:60]!r}"
             print(f"[{len(cells)}/{total}] {item.id} {setting.name}: {shown}", file=sys.stderr, flush=True)
 

@@ -20,10 +20,12 @@ from typing import Any
 import anyio
 
 from .. import __version__
+from ..demo.chunks import Count
 from ..engines import find_weights
 from ..engines.http import without_user
-from ..errors import ConfigurationError, SmoothctxError
-from ..outputs import check_file, check_folder
+from ..errors import ConfigurationError, EngineOverloaded, SmoothctxError
+from ..outputs import Output, check_file, check_folder
+from ..patience import patiently
 from . import given, ttft_file, ttft_report
 from .ttft_agent import Bench, Pools, Turn
 from .ttft_engine import Calibration, calibrate, embedded, server
@@ -104,16 +106,14 @@ def command(options: argparse.Namespace) -> int:
     if options.figures is not None and options.figures.resolve() in [file.resolve() for file in measured]:
         raise ConfigurationError(f"--figures {options.figures}: that is the file of the turns; name another one")
     if options.report is not None:
-        _report({name: ttft_file.read(file) for name, file in _names(options.report).items()}, options)
-        return 0
+        return _report({name: ttft_file.read(file) for name, file in _names(options.report).items()}, options)
     settings, plan = _settings(options), _plan(options)
     given.check_engine(options)
     folder = given.folder(options)
-    data = anyio.run(_run, options, settings, plan, folder)
-    _report({"ttft" if options.json is None else options.json.stem: data}, options)
-    if options.json is not None:
-        print(f"every turn: {options.json}")
-    return 0
+    out = Output("--json", options.json)
+    data = anyio.run(_run, options, settings, plan, folder, out)
+    reported = _report({"ttft" if options.json is None else options.json.stem: data}, options)
+    return max(reported, out.close("every turn"))
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:
@@ -126,20 +126,25 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
     return {f"{k}-{place.stem}": place for k, place in enumerate(places, 1)}  # t.json and t.txt in one folder
 
 
-def _report(files: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Tables of each file, what came of all of them together, and the files that were asked for."""
+def _report(files: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> int:
+    """Tables of each file, what came of all of them together, and the files that were asked for. Returns 1 where one of
+    these could not be written."""
     for name, data in files.items():
         print(f"\n{name}: {ttft_report.text(data)}" if len(files) > 1 else f"\n{ttft_report.text(data)}")
     if len(files) > 1:
         print("\n" + ttft_report.reached(best({name: claims(data) for name, data in files.items()})))
+    figures = Output("--figures", options.figures)
     if options.figures is not None:
         made = {name: ttft_report.figures(data) for name, data in files.items()}
-        options.figures.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        print(f"figures: {options.figures}")
+        figures.write(json.dumps(made, indent=1) + "\n")
+    failed = figures.close("figures")
     if options.plots is not None:
         for name, data in files.items():
-            for picture in ttft_report.write_plots(data, options.plots, name):
-                print(f"plot: {picture}")
+            for file, picture in ttft_report.pictures(data, name).items():
+                plot = Output("--plots", options.plots / file)
+                plot.write(picture)
+                failed |= plot.close("plot")
+    return failed
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -168,20 +173,15 @@ def _plan(options: argparse.Namespace) -> Plan:
     return plan
 
 
-async def _run(options: argparse.Namespace, settings: Settings, plan: Plan, folder: Path) -> dict[str, Any]:
+async def _run(
+    options: argparse.Namespace, settings: Settings, plan: Plan, folder: Path, out: Output
+) -> dict[str, Any]:
     def say(line: str) -> None:
         print(line, flush=True)
 
     async with _engine(options, settings, plan, say) as engine:
         return await run(
-            engine,
-            settings,
-            plan,
-            folder,
-            file=options.json,
-            say=say,
-            verbose=options.verbose,
-            clock=time.perf_counter,
+            engine, settings, plan, folder, out=out, say=say, verbose=options.verbose, clock=time.perf_counter
         )
 
 
@@ -213,27 +213,29 @@ async def run(
     plan: Plan,
     folder: Path,
     *,
-    file: Path | None,
+    out: Output,
     say: Say,
     verbose: bool = False,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Measure every cell of the plan that the file does not hold yet; returns what the file then holds.
+    """Measure every cell of the plan that the file of ``out`` does not hold yet; returns what it then holds, also where
+    it could not be written.
 
     Raises:
         ConfigurationError: the file is of another measurement.
-        EngineError: the engine failed twice in one cell.
+        EngineError: the engine failed twice in one cell, or stayed overloaded (see ``patiently``).
     """
     about = {"engine": engine.identity, "settings": asdict(settings), "texts": folder.name}
-    data = ttft_file.go_on(file, about)
-    count = _counter(engine)
+    data = ttft_file.go_on(out.file, about)
+    count = _counter(engine, say)
     turns = await pool(folder, settings, count)
+    small = [] if SATURATED not in plan else await pool(folder, settings, count, tokens=settings.saturated_turn_tokens)
     texts = ttft_file.digest(turns)
-    if data is not None and file is not None and not ttft_file.check_texts(file, data, texts):
-        say(f"{file} does not tell which texts were read (an older version wrote it); its cells are kept")
+    if data is not None and out.file is not None and not ttft_file.check_texts(out.file, data, texts):
+        say(f"{out.file} does not tell which texts were read (an older version wrote it); its cells are kept")
     if data is None:
         say("calibrating ...")
-        calibration = await calibrate(engine, settings, turns[0].text + turns[1].text, clock=clock)
+        calibration = await calibrate(engine, settings, turns[0].text + turns[1].text, clock=clock, say=say)
         data = {
             "format": ttft_file.FORMAT,
             **about,
@@ -248,7 +250,6 @@ async def run(
     wanted = [c for c in cells(plan) if c.strategy != "offload" or calibration.tools]
     if len(wanted) < len(cells(plan)):
         say("offload is left out: the server's chat template takes no tool results")
-    small = [] if SATURATED not in plan else await pool(folder, settings, count, tokens=settings.saturated_turn_tokens)
     todo = [c for c in wanted if c.key not in data["cells"]]
     warming = ABORT if _gives_way(engine, settings) else GROWING
     tool_s = {(c.strategy, c.concurrency): _tool_s(data, settings, calibration, c, warming) for c in wanted}
@@ -264,8 +265,7 @@ async def run(
     for k, cell in enumerate(todo):
         result = await _tried(bench, cell, Pools(turns, small), tool_s[cell.strategy, cell.concurrency], say)
         data["cells"][cell.key] = result
-        if file is not None:
-            ttft_file.write(file, data)  # nothing else runs between cells
+        ttft_file.write(out, data)  # nothing else runs between cells
         spent += _expected_s(settings, calibration, cell, tool_s)
         left = (clock() - begun) / spent * (expected - spent)
         say(f"{k + 1:>3}/{len(todo)}  {_line(cell, result)}  {left / 60:.0f} min left")
@@ -273,15 +273,22 @@ async def run(
 
 
 async def _tried(bench: Bench, cell: Cell, pools: Pools, tool_s: float, say: Say) -> dict[str, Any]:
-    """A cell in which the engine failed is dropped whole, and measured once more."""
+    """A cell in which the engine failed is dropped whole, and measured once more; where the engine was overloaded or
+    limits requests, when it wishes."""
     load = os.getloadavg()[0]
+
+    async def once() -> dict[str, Any]:
+        try:
+            return await measure(bench, cell, pools, tool_s=tool_s)
+        except ExceptionGroup as group:
+            raise _first(group) from group
+
     for attempt in range(1, _TRIES + 1):
         try:
-            result = await measure(bench, cell, pools, tool_s=tool_s)
-        except ExceptionGroup as group:
-            error = _first(group)
-            if attempt == _TRIES or not isinstance(error, SmoothctxError):
-                raise error from group
+            result, _ = await patiently(once, lambda line: say(f"{cell.key}: {line}"))
+        except SmoothctxError as error:
+            if attempt == _TRIES or isinstance(error, EngineOverloaded):
+                raise
             say(f"{cell.key}: {error}; once more")
         else:
             return {**result, "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
@@ -296,16 +303,19 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _counter(engine: Any) -> Any:
+def _counter(engine: Any, say: Say) -> Count:
     """The engine's own tokenizer, where it tells; else an estimate."""
     known = getattr(engine, "capabilities", None)
-    if known is not None and known.tokenize:
-        return engine.count_tokens
+
+    async def counted(text: str) -> int:
+        found: int
+        found, _ = await patiently(lambda: engine.count_tokens(text), say)
+        return found
 
     async def estimate(text: str) -> int:
         return -(-len(text) // 4)
 
-    return estimate
+    return counted if known is not None and known.tokenize else estimate
 
 
 def _capabilities(engine: Any) -> dict[str, Any]:

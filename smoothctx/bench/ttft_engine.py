@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from ..engines import EmbeddedEngine, OpenAIEngine
 from ..engines.wire import refused_option
 from ..errors import EngineError, EngineProtocolError, EngineRefused
+from ..patience import patiently
 from ..usage import Usage
 from .ttft_plan import STRATEGIES, Settings, window
 
@@ -131,25 +133,35 @@ class Calibration:
 _WANTED: Mapping[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
-async def calibrate(engine: Any, settings: Settings, text: str, *, clock: Callable[[], float]) -> Calibration:
-    """Find out the options, the time of a minimal request and the rates. ``text``: a turn's worth and more.
+async def calibrate(
+    engine: Any,
+    settings: Settings,
+    text: str,
+    *,
+    clock: Callable[[], float],
+    say: Callable[[str], object] = lambda line: None,
+) -> Calibration:
+    """Find out the options, the time of a minimal request and the rates. ``text``: a turn's worth and more. A call that
+    an overloaded server refuses is made again when it wishes, and only the answered one is timed.
 
     Raises:
         EngineError: when it does not answer at all, or not so that anything can be measured.
     """
-    options, refused = await _options(engine)
-    times = []
-    for _ in range(5):
+    options, refused = await _options(engine, say)
+
+    async def minimal_s() -> float:
         start = clock()
         await engine.complete([{"role": "user", "content": f"{secrets.token_hex(4)}."}], max_tokens=1, **options)
-        times.append(clock() - start)
-    minimal = statistics.median(times)
+        return clock() - start
+
+    minimal = statistics.median([(await patiently(minimal_s, say))[0] for _ in range(5)])
     rates: list[tuple[float, float]] = []
     cached: int | None = None
     for k in range(2):
         prompt = [{"role": "user", "content": f"{secrets.token_hex(4)} {text}\n\nWrite a note."}]
+        ask = partial(engine.complete, prompt, max_tokens=max(16, settings.reply_tokens), **options)
         for again in range(2 if k else 1):
-            done = await engine.complete(prompt, max_tokens=max(16, settings.reply_tokens), **options)
+            done, _ = await patiently(ask, say)
             if done.usage.input_tokens < 1:
                 raise EngineProtocolError(
                     f"{engine.identity}: the server's usage says prompt_tokens: 0 of a prompt that has many; nothing "
@@ -171,17 +183,17 @@ async def calibrate(engine: Any, settings: Settings, text: str, *, clock: Callab
         options=options,
         refused=refused,
         reports_cache=cached is not None,
-        tools=await _takes_tools(engine, options),
+        tools=await _takes_tools(engine, options, say),
     )
 
 
-async def _options(engine: Any) -> tuple[dict[str, Any], list[str]]:
+async def _options(engine: Any, say: Callable[[str], object]) -> tuple[dict[str, Any], list[str]]:
     """The wanted options without those that the engine refuses."""
     options, refused = dict(_WANTED), list[str]()
     hello = [{"role": "user", "content": f"{secrets.token_hex(4)} Say hello."}]
     while True:
         try:
-            await engine.complete(hello, max_tokens=2, **options)
+            await patiently(partial(engine.complete, hello, max_tokens=2, **options), say)
             return options, refused
         except EngineRefused as error:
             if not options:
@@ -191,16 +203,20 @@ async def _options(engine: Any) -> tuple[dict[str, Any], list[str]]:
             refused.append(name)
 
 
-async def _takes_tools(engine: Any, options: Mapping[str, Any]) -> bool:
+async def _takes_tools(engine: Any, options: Mapping[str, Any], say: Callable[[str], object]) -> bool:
     """Does its chat template take a tool's result?"""
-    try:
-        await engine.complete([*opening_call("x"), tool_result(1, "Nothing.")], max_tokens=2, **options)
-    except EngineError as error:
-        # Everything else was answered: a plain 500 (llama.cpp's, of a template) is about these messages.
-        if isinstance(error, EngineRefused) or error.status == 500:
-            return False
-        raise
-    return True
+
+    async def taken() -> bool:
+        try:
+            await engine.complete([*opening_call("x"), tool_result(1, "Nothing.")], max_tokens=2, **options)
+        except EngineError as error:
+            # Everything else was answered: a plain 500 (llama.cpp's, of a template) is about these messages.
+            if isinstance(error, EngineRefused) or error.status == 500:
+                return False
+            raise
+        return True
+
+    return (await patiently(taken, say))[0]
 
 
 def opening_call(task: str) -> list[dict[str, Any]]:

@@ -49,6 +49,12 @@ class Arm:
         return [t for t in self.turns if t["transform"]]
 
     @property
+    def parent_rewrites(self) -> list[Turn]:
+        """Where sub-agents are: the turns at which their parent's own context was rewritten. They are in no comparison,
+        since the parent is kept small in the same way in both modes."""
+        return [t for t in self.turns if t["kind"] == "parent" and t["transform"]]
+
+    @property
     def ordinary(self) -> list[Turn]:
         """The turns without any rewrite."""
         return [t for t in self.turns if not t["transform"]]
@@ -130,6 +136,7 @@ def of_arm(arm: Arm) -> dict[str, Any]:
         "sessions": len(sessions),
         "rewrites": spread(ttfts(arm.rewrites)),
         "ordinary": spread(ttfts(arm.ordinary)),
+        "parent_rewrites": spread(ttfts(arm.parent_rewrites)) if arm.strategy == "isolate" else None,
         "all": spread(ttfts(turns)),
         "gaps": spread(gaps),
         "session_s": _mean([s["wall_s"] for s in sessions]),
@@ -155,7 +162,8 @@ def _work(arm: Arm, prompt: int) -> dict[str, Any]:
     started = len(arm.lookaheads)
     reasons: dict[str, int] = {}
     for life in stale:
-        reasons[life["reason"]] = reasons.get(life["reason"], 0) + 1
+        reason = str(life.get("reason"))
+        reasons[reason] = reasons.get(reason, 0) + 1
     transform = arm.total("usage", "input_tokens") + arm.total("usage", "output_tokens")
     warmed = arm.total("preload_usage", "input_tokens") - arm.total("preload_usage", "cached_tokens")
     evaluated = transform - arm.total("usage", "cached_tokens") + warmed + aborted_tokens(arm)

@@ -10,9 +10,38 @@ from typing import Any
 
 from ..demo.chunks import Chunk
 from ..errors import ConfigurationError
-from ..outputs import write_whole
+from ..outputs import Output
+from .shapes import Shape, flag, number, perhaps, text, wrong
+from .ttft_plan import MODES, SATURATED_MODES
 
 FORMAT = "smoothctx ttft 1"
+#: what the figures are made of; a file may hold more
+_TURN: Shape = {
+    **dict.fromkeys(("number", "ttft_ms", "total_ms", "prompt_tokens", "output_tokens", "new_tokens"), number),
+    **dict.fromkeys(("kind", "how"), text),
+    **dict.fromkeys(("transform", "beside"), flag),
+    "cached_tokens": perhaps,
+    "gaps_ms": [number],
+}
+_CALL: Shape = {"kind": text, "start_s": number, "end_s": number, "prompt_tokens": perhaps, "cached_tokens": perhaps}
+_USAGE: Shape = dict.fromkeys(("input_tokens", "output_tokens", "cached_tokens"), perhaps)
+_CELL: Shape = {
+    "strategy": text,
+    "mode": lambda value: value in (*MODES, *SATURATED_MODES),
+    "concurrency": lambda value: number(value) and value >= 1,
+    "tool_s": number,
+    "wall_s": number,
+    "sessions": [{"wall_s": number, "turns": [_TURN]}],
+    "lookaheads": [{}],
+    "background": [_CALL],
+    "counters": {"wasted_tokens": perhaps, "usage": _USAGE, "preload_usage": _USAGE},
+}
+_FILE: Shape = {
+    "engine": text,
+    "settings": {},
+    "calibration": dict.fromkeys(("prefill", "decode", "minimal_ms"), number),
+    "cells": {"*": _CELL},
+}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -25,8 +54,10 @@ def read(file: Path) -> dict[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file}: it cannot be read as a file of this benchmark ({error})") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), dict):
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigurationError(f"{file}: it is not a file of this benchmark")
+    if (what := wrong(data, _FILE)) is not None:
+        raise ConfigurationError(f"{file}: it is not a whole file of this benchmark ({what})")
     return data
 
 
@@ -80,6 +111,7 @@ def _difference(name: str, there: Any, wanted: Any) -> str:
     return f"{name}: {there!r} there, {wanted!r} now"
 
 
-def write(file: Path, data: Mapping[str, Any]) -> None:
-    """All of it or nothing: an interruption leaves the file as it was."""
-    write_whole(file, json.dumps(data, separators=(",", ":")) + "\n")
+def write(out: Output, data: Mapping[str, Any]) -> None:
+    """All of it or nothing; without a file nothing."""
+    if out.file is not None:
+        out.write(json.dumps(data, separators=(",", ":")) + "\n")

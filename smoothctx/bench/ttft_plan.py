@@ -36,6 +36,8 @@ GROWING, ABORT = 0.4, 0.9
 _MEANWHILE = 2
 #: turns that a sub-agent is handed
 _HANDED = 2
+#: tokens of text without which a turn is nothing but the question around it, and of a turn with such a question
+_LEAST_TEXT, _LEAST_TURN = 8, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Settings:
     def check(self) -> None:
         """Raises ``ConfigurationError`` for what cannot be measured."""
         for name in ("turns", "turn_tokens", "reply_tokens", "summary_tokens", "long", "isolate_every"):
-            least = 2 if name in ("turns", "reply_tokens", "isolate_every") else 1
+            least = {"turn_tokens": _LEAST_TURN, "summary_tokens": 1, "long": 1}.get(name, 2)
             if getattr(self, name) < least:
                 raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {least}")
         if self.tool_s is not None and not 0 <= self.tool_s < 3600:
@@ -183,10 +185,15 @@ async def pool(folder: Path, settings: Settings, count: Count, *, tokens: int | 
     """The chunks that all sessions read, each from another place on. The frame around a chunk counts as part of it.
 
     Raises:
+        ConfigurationError: a turn has room for nothing but the frame, as this engine counts.
         SmoothctxError: there is not enough readable text.
     """
     size = settings.turn_tokens if tokens is None else tokens
     frame = await count(ASK.format(file="engines/example.py", text="")) + 8
+    if size - frame < _LEAST_TEXT:
+        raise ConfigurationError(
+            f"--turn-tokens {size}: the question of a turn has {frame} of them; expected at least {frame + _LEAST_TEXT}"
+        )
     needed = settings.turns + settings.turns // LONG_EVERY * (settings.long - 1)
     found = await chunks(folder, turns=4 * needed, tokens=size - frame, count=count)
     if len(found) < needed:

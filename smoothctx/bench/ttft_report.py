@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from . import plots
@@ -11,6 +10,8 @@ from .ttft_figures import Arm, arms, of_arm, pairs, ttfts
 from .ttft_reached import Claim, claims
 
 NAMES = {"inline": "in line", "lookahead": "lookahead", "off": "switched off"}
+#: what the turns of a figure are called in the table
+_KINDS = {"rewrites": "rewrites", "ordinary": "ordinary", "parent_rewrites": "parent's own", "all": "all"}
 _SAID = {True: "yes", False: "NO", None: "too few"}
 
 
@@ -37,14 +38,16 @@ def text(data: Mapping[str, Any]) -> str:
 
 
 def _ttft(known: Sequence[Mapping[str, Any]]) -> str:
-    """TTFT of every arm: at rewrites, at ordinary turns, at all."""
+    """TTFT of every arm: at rewrites, at ordinary turns, at rewrites of a sub-agent's parent, at all."""
     rows = []
     for figure in known:
         name = f"{figure['strategy']}, {figure['concurrency']} at once, {NAMES[figure['mode']]}"
-        for kind in ("rewrites", "ordinary", "all"):
+        for kind, label in _KINDS.items():
             values = figure[kind]
+            if values is None:
+                continue
             cells = [values[k] for k in ("mean_ms", "p50_ms", "p95_ms", "p99_ms", "max_ms")]
-            rows.append([name, kind, str(values["n"]), *("-" if c is None else f"{c:.0f}" for c in cells)])
+            rows.append([name, label, str(values["n"]), *("-" if c is None else f"{c:.0f}" for c in cells)])
             name = ""
     return _table(["TTFT in ms", "turns", "n", "mean", "p50", "p95", "p99", "max"], rows)
 
@@ -109,8 +112,9 @@ def _table(
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 
-def write_plots(data: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
-    """Three pictures for each strategy and concurrency: TTFT per turn, its distribution, and before and after."""
+def pictures(data: Mapping[str, Any], name: str) -> dict[str, str]:
+    """By file name, as SVG: TTFT per turn and its distribution for each strategy and concurrency, and before and
+    after."""
     made: dict[str, str] = {}
     for (strategy, concurrency), both in pairs(data).items():
         title = f"{strategy}, {concurrency} at once"
@@ -127,9 +131,7 @@ def write_plots(data: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
         for (strategy, concurrency), both in pairs(data).items()
     }
     made[f"{name}-before-after.svg"] = plots.bars("p95 TTFT at turns with a rewrite, in seconds", groups)
-    for file, picture in made.items():
-        (folder / file).write_text(picture, encoding="utf-8")
-    return [folder / file for file in made]
+    return made
 
 
 def _per_turn(arm: Arm) -> list[plots.Point]:

@@ -22,7 +22,7 @@ from ..codec import OpenAIMessages
 from ..demo.chunks import chunks
 from ..engines import EmbeddedEngine, OpenAIEngine, find_weights
 from ..errors import ConfigurationError, SmoothctxError
-from ..outputs import check_file, write_whole
+from ..outputs import Output, check_file
 from ..tokens import count_text
 from ..transforms.base import TransformRequest
 from ..transforms.parallel import ParallelSummarize
@@ -226,15 +226,14 @@ def command(options: argparse.Namespace) -> int:
     given.check_engine(options)
     folder = given.folder(options)
     check_file("--json", options.json)
-    data, rates = anyio.run(_run, options, settings, folder)
+    out = Output("--json", options.json)
+    data, rates = anyio.run(_run, options, settings, folder, out)
     if rates is not None:
         data["rates"] = asdict(rates)
         data["figures"] = with_simulation(data["figures"], rates)
     print("\n" + table(data["figures"]))
-    if options.json is not None:
-        write_whole(options.json, json.dumps(data, indent=1) + "\n")
-        print(f"figures: {options.json}")
-    return 0 if data["figures"]["rows"] else 1
+    out.write(json.dumps(data, indent=1) + "\n")
+    return max(out.close("figures"), 0 if data["figures"]["rows"] else 1)
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -254,7 +253,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     return replace(Settings(), **own)
 
 
-async def _run(options: argparse.Namespace, settings: Settings, folder: Path) -> tuple[dict[str, Any], Rates | None]:
+async def _run(
+    options: argparse.Namespace, settings: Settings, folder: Path, out: Output
+) -> tuple[dict[str, Any], Rates | None]:
     """Everything for the file, and the rates where they are wanted."""
     messages = await history(folder, settings.tokens)
     async with _engine(options, settings) as engine:
@@ -267,8 +268,7 @@ async def _run(options: argparse.Namespace, settings: Settings, folder: Path) ->
             return {**about, "cells": cells, "figures": summary(cells, settings.blocks, settings.details)}
 
         def done() -> None:
-            if options.json is not None:
-                write_whole(options.json, json.dumps(data(), indent=1) + "\n")
+            out.write(json.dumps(data(), indent=1) + "\n")
 
         rates = await measure_rates(engine, workers=settings.workers) if options.rates else None
         await measure(engine, messages, settings, cells, done=done, say=lambda line: print(line, flush=True))

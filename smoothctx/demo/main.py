@@ -17,7 +17,7 @@ import anyio
 
 from ..engines import EmbeddedEngine, find_weights
 from ..errors import ConfigurationError, SmoothctxError
-from ..outputs import check_file
+from ..outputs import Output, check_file
 from . import report
 from .agent import ASK, MODES, Run, Settings, Turn, run
 from .chunks import Chunk, chunks
@@ -65,13 +65,10 @@ def command(options: argparse.Namespace) -> int:
     check_file("--report", options.report)
     data = anyio.run(_measure, folder, settings, options)
     print(f"\n{report.plot(data)}\n\n{report.summary(data)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        print(f"figures: {options.json}")
-    if options.report is not None:
-        report.write_html(data, options.report)
-        print(f"report: {options.report}")
-    return 0
+    figures, page = Output("--json", options.json), Output("--report", options.report)
+    figures.write(json.dumps(data, indent=2) + "\n")
+    page.write(report.page(data))
+    return max(figures.close("figures"), page.close("report"))
 
 
 async def _measure(folder: Path, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from .agent import MODES, Run, Settings, Turn
@@ -214,7 +213,7 @@ def svg(data: dict[str, Any], *, width: int = 860, height: int = 340) -> str:
     return "\n".join(out)
 
 
-def write_html(data: dict[str, Any], file: Path) -> None:
+def page(data: dict[str, Any]) -> str:
     """A page of its own: the plot, the figures, every turn."""
     rows = "".join(
         f"<tr><td>{NAMES[mode]}</td><td>{t['turn']}</td><td>{t['prompt_tokens']}</td><td>{t['cached_tokens']}</td>"
@@ -224,7 +223,7 @@ def write_html(data: dict[str, Any], file: Path) -> None:
     )
     settings = ", ".join(f"{k} {v}" for k, v in data["settings"].items())
     machine = ", ".join(f"{k}: {v}" for k, v in data["machine"].items())
-    page = (
+    return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>smoothctx demo</title>"
         "<style>body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:900px;padding:0 1rem}"
         "table{border-collapse:collapse}td,th{padding:2px 12px;text-align:right;border-bottom:1px solid #eee}"
@@ -234,4 +233,3 @@ def write_html(data: dict[str, Any], file: Path) -> None:
         "<table><tr><th>mode<th>turn<th>prompt tokens<th>cached<th>TTFT s<th>commit</tr>"
         f"{rows}</table></html>"
     )
-    file.write_text(page, encoding="utf-8")

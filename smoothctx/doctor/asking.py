@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import anyio
+from typing import Any
 
 from ..engines import Capabilities, OpenAIEngine
 from ..engines.wire import refused_option
-from ..errors import EngineOverloaded, EngineRefused
-
-T = TypeVar("T")
+from ..errors import EngineRefused
+from ..patience import patiently
 
 #: parts of the prompt that stay in front of the replaced middle, and that are replaced
 HEAD, MIDDLE = 0.4, 0.3
-#: how often an overloaded server is asked, the first pause between, and the longest, in seconds
-TRIES, PAUSE_S, MAX_PAUSE_S = 6, 1.0, 60.0
 #: tokens of an answer, and where a reasoning model is refused as few: it is an error there if no answer came
 ANSWER, REASONED = 1, 512
 _WORDS = (
@@ -35,22 +30,6 @@ class Call:
     tokens: int
     cached: int | None
     tries: int = 1
-
-
-async def patiently(call: Callable[[], Awaitable[T]], say: Callable[[str], object]) -> tuple[T, int]:
-    """``await call()``, and how often it was made: again, after a pause, where the server is overloaded or limits us.
-
-    Raises:
-        EngineError: whatever else comes; the overload itself after ``TRIES`` of them.
-    """
-    for made in range(1, TRIES):
-        try:
-            return await call(), made
-        except EngineOverloaded as busy:
-            pause = min(MAX_PAUSE_S, busy.retry_after_s or PAUSE_S * 2 ** (made - 1))
-            say(f"the server is overloaded or limits requests ({busy.status}): again in {pause:g} s")
-        await anyio.sleep(pause)
-    return await call(), TRIES
 
 
 class Asking:

@@ -17,9 +17,9 @@ from ..engines import OpenAIEngine
 from ..engines.http import without_user
 from ..engines.wire import dicts
 from ..errors import ConfigurationError
-from ..outputs import check_file
+from ..outputs import Output, check_file
+from ..patience import patiently
 from . import log, volatile
-from .asking import patiently
 from .examine import Settings, examine
 from .findings import as_json, as_text
 
@@ -36,7 +36,8 @@ Measures whether a model server, and your prompts, are fit for context rewrites 
 
 It sends about 6 x TOKENS x REPEATS prompt tokens, one token of answer each, and uses the last two slots of a
 llama.cpp server: run it where no customer waits, and mind the price on a paid API. Where that limits requests it
-waits, and what the API refuses (a temperature, answers of one token) is sent without or with more.
+waits as long as it is asked to (an hour at most), and what the API refuses (a temperature, answers of one token) is
+sent without or with more.
 """
 _EXAMPLES = """\
 examples:
@@ -89,10 +90,9 @@ def command(options: argparse.Namespace) -> int:
     check_file("--json", options.json)
     events = log.read(options.events) if options.events is not None else None
     found = anyio.run(partial(_examine, options, settings, _key(options.api_key_env), events))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        print(f"figures: {options.json}")
-    return 0
+    out = Output("--json", options.json)
+    out.write(json.dumps(found, indent=2) + "\n")
+    return out.close("figures")
 
 
 def _key(variable: str | None) -> str | None:

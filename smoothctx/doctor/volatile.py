@@ -71,12 +71,14 @@ def check(texts: Sequence[str], *, chars_per_s: float | None = None) -> Finding:
         )
     if len(texts) == 1:
         return _suspects(name, texts[0])
-    offset = min(differs(texts[0], other) for other in texts[1:])
-    size = max(map(len, texts))
-    if all(t == texts[0] for t in texts):
+    first, size = texts[0], max(map(len, texts))
+    others = [t for t in texts if t != first]
+    if not others:
         return Finding(name=name, status="ok", found=f"{len(texts)} renderings of {size:,} characters are the same")
-    shown = [t[max(0, offset - 24) : offset + 24] for t in texts[:2]]
-    what = next((kind for kind, found in _KINDS if any(_at(found, t, offset) for t in texts)), "something")
+    other = min(others, key=lambda t: differs(first, t))  # of all pairs this one differs first
+    offset = differs(first, other)
+    shown = [t[max(0, offset - 24) : offset + 24] for t in (first, other)]
+    what = next((kind for kind, found in _KINDS if any(_at(found, t, offset) for t in (first, other))), "something")
     again = (size - offset) / chars_per_s if chars_per_s else None
     cost = f"; the {size - offset:,} characters after it are evaluated anew each turn" + (
         f", about {seconds(again)}" if again else ""
