@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 import anyio
@@ -74,19 +75,21 @@ class Foreground:
         """A turn or call of ``who`` is due: background prefill stays away from now on.
 
         ``owner``: whose it is; a turn and the call in it count as one user of the engine. ``lease_s``: seconds for
-        which it counts at most, where that is not a turn's lease (``CALL_S`` for a call that we see in full).
+        which it counts at most, where that is not a turn's lease (``CALL_S`` for a call that we see in full, and never
+        more than that).
         """
         with self._lock:
+            now = self._lapse()
             self._close(who)
             mine = who if owner is None else owner
             others = len(self._owners) - (mine in self._owners)
             if others == 1:  # with more of them none was alone before
                 for other in self._open.values():
                     other.alone = False
-            until = self._clock() + (self._lease_s if lease_s is None else lease_s)
+            until = now + (self._lease_s if lease_s is None else max(0.0, min(CALL_S, lease_s)))
             self._open[who] = _Open(until, mine, alone=not others and not self._working)
             self._owners[mine] += 1
-            self._changed()
+            self._changed(now)
 
     def first_token(self, who: Hashable) -> None:
         """Its prefill is over; it decodes."""
@@ -98,8 +101,9 @@ class Foreground:
     def end(self, who: Hashable) -> None:
         """The call or turn is over."""
         with self._lock:
+            now = self._lapse()
             self._close(who)
-            self._changed()
+            self._changed(now)
 
     def answered(self, who: Hashable, ttft_s: float, new_tokens: int | None) -> None:
         """The call ``who``, which is still open, had its first token after so long; ``new_tokens``: of its prompt
@@ -140,8 +144,7 @@ class Foreground:
     def seen(self) -> Seen:
         """What it is like now."""
         with self._lock:
-            self._live()  # a lease may have run out
-            now = self._clock()
+            now = self._lapse()
             self._demand.changed(now, len(self._owners))
             return Seen(
                 in_flight=len(self._owners),
@@ -162,8 +165,8 @@ class Foreground:
             if not self._owners[closed.owner]:
                 del self._owners[closed.owner]
 
-    def _changed(self) -> None:
-        self._demand.changed(self._clock(), len(self._owners))
+    def _changed(self, now: float) -> None:
+        self._demand.changed(now, len(self._owners))
         self._wake()
 
     def _wake(self) -> None:
@@ -173,10 +176,16 @@ class Foreground:
             except RuntimeError:
                 pass  # its loop was closed: nobody waits there any more
 
-    def _live(self) -> list[_Open]:
+    def _lapse(self) -> float:
+        """Close what nobody has ended in time, as of when its lease ran out; returns the time."""
         now = self._clock()
-        for who in [w for w, o in self._open.items() if o.until <= now]:
+        for until, who in sorted(((o.until, w) for w, o in self._open.items() if o.until <= now), key=itemgetter(0)):
             self._close(who)
+            self._demand.changed(until, len(self._owners))
+        return now
+
+    def _live(self) -> list[_Open]:
+        self._lapse()
         return list(self._open.values())
 
     @property

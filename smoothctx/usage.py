@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -52,6 +53,13 @@ class Usage:
     def total_tokens(self) -> int:
         """Input plus output tokens."""
         return self.input_tokens + self.output_tokens
+
+
+def token_count(value: object) -> int | None:
+    """A number of tokens as a server reports it; ``None`` where it is no such number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return int(value) if 0 <= value < math.inf else None
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from helpers import Events, FakeSummarizer, H, chat, make_policy, make_runtime, settle, virtual
 from smoothctx import Policy, Summarize, Usage
 from smoothctx.economics import Speed
+from smoothctx.engines.wire import read_usage
 from smoothctx.testing import FakeEngine
-from smoothctx.usage import Counters
+from smoothctx.usage import Counters, token_count
 
 
 def test_share_of_one_call() -> None:
@@ -19,6 +21,17 @@ def test_share_of_one_call() -> None:
     assert Usage(input_tokens=200, cached_tokens=0, calls=1).cached_share == 0.0
     assert Usage(input_tokens=200, calls=1).cached_share is None
     assert Usage(cached_tokens=0).cached_share is Usage().cached_share is None
+
+
+def test_what_is_no_number_of_tokens_is_no_report() -> None:
+    """Servers, and what stands between, send anything: it never gets into a sum."""
+    assert [token_count(n) for n in (0, 12, 12.0)] == [0, 12, 12]
+    odd = (math.nan, math.inf, -math.inf, -1, True, "12", None, [12], 1j)
+    assert [token_count(n) for n in odd] == [None] * len(odd)
+    usage = read_usage(
+        {"prompt_tokens": math.nan, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": -1}}
+    )
+    assert usage == Usage(output_tokens=7, calls=1)
 
 
 def test_promise_15_calls_that_report_nothing_do_not_dilute_it() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from helpers import FakeSummarizer, chat, make_policy, make_runtime, now, settle, virtual
+from smoothctx.admission import RUN, Situation, admit
+from smoothctx.demand import FEW
 from smoothctx.foreground import CALL_S, Foreground
-from smoothctx.testing import FakeEngine
+from smoothctx.testing import FakeEngine, Recorder
 
 
 def fresh(lease_s: float = 120.0) -> Foreground:
@@ -159,6 +163,101 @@ async def test_a_turn_whose_call_begins_elsewhere_goes_on_for_a_while() -> None:
         await session.close()
         session.observe(messages, due_s=10.0)
         assert not foreground.busy
+
+
+@pytest.mark.parametrize(
+    ("due_s", "lasts_s"),
+    [(math.inf, CALL_S), (1e300, CALL_S), (10**400, CALL_S), (0, 0)],
+    ids=["for ever", "long", "too long for a float", "not at all"],
+)
+@virtual
+async def test_promise_10_a_turn_whose_call_begins_elsewhere_goes_on_for_an_hour_at_most(
+    due_s: float, lasts_s: float
+) -> None:
+    """However long its caller would wait for the call: nobody may ever tell that none came."""
+    engine, messages = FakeEngine(), chat(3)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        await session.commit(messages)
+        session.observe(messages, due_s=due_s)
+        assert foreground.busy is (lasts_s > 0)
+        await anyio.sleep(max(0, lasts_s - 1))
+        assert foreground.busy is (lasts_s > 0)
+        await anyio.sleep(2)
+        assert not foreground.busy
+
+
+@pytest.mark.parametrize("due_s", [math.nan, -1, "5", True, [5]])
+@virtual
+async def test_what_is_no_number_of_seconds_is_an_event_and_the_turn_goes_on_as_ever(due_s: Any) -> None:
+    """It counts for a turn's lease, and the lookahead that is due starts all the same."""
+    engine, messages, events = FakeEngine(), chat(16, size=100), Recorder()
+    async with make_runtime(on_event=events) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        assert session.observe(messages, due_s=due_s) is not None
+        (error,) = events.of("error")
+        assert f"due_s={due_s!r}" in error.data["error"] and error.data["where"] == "observe"
+        await anyio.sleep(119)
+        assert foreground.busy
+        await anyio.sleep(2)
+        assert not foreground.busy
+
+
+@virtual
+async def test_a_turn_may_begin_again_without_a_commit() -> None:
+    """Its call is tried again, or goes on after a pause, with the view that it had: until it is over once more."""
+    engine, messages = FakeEngine(), chat(3)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer()), engine=engine)
+        foreground = runtime.foreground(engine)
+        await session.commit(messages)
+        session.observe(messages)
+        for over in (lambda: session.observe(messages), session.turn_over):
+            session.turn_begins()
+            assert foreground.prefilling and foreground.seen().in_flight == 1
+            over()
+            assert not foreground.busy
+        session.turn_begins()
+        await session.close()
+        session.turn_begins()
+        assert not foreground.busy, "a session that is closed has no turn"
+
+
+def test_promise_10_turns_that_nobody_ended_do_not_make_the_engine_look_crowded_later() -> None:
+    """They count until their lease runs out, and for nothing afterwards: the next agent has the engine for itself."""
+    time = [0.0]
+    foreground = Foreground(lambda: time[0])
+    foreground.begin("one", "first user")
+    foreground.begin("two", "second user")
+    time[0] = 1000.0
+    foreground.begin("three", "third user")
+    for _ in range(FEW):
+        foreground.answered("three", 0.5, 500)
+    time[0] += 0.5
+    seen = foreground.seen()
+    assert seen.in_flight == 1 and admit(Situation(seen=seen)) == RUN
+    assert seen.busy.share == pytest.approx(0.05) and seen.busy.mean == pytest.approx(0.05)
+    foreground.begin("four", "fourth user")
+    for _ in range(FEW):
+        foreground.answered("four", 2.0, 500)
+    assert foreground.seen().slower, "the calls of the third user were alone, and so a measure"
+
+
+def test_a_turn_that_is_ended_after_its_lease_was_over_with_the_lease() -> None:
+    """Whoever ends it late, or looks late, learns how busy it was then."""
+    time = [0.0]
+    foreground = Foreground(lambda: time[0], lease_s=10.0)
+    foreground.begin("late", "user")
+    time[0] = 12.0
+    foreground.end("late")
+    assert foreground.seen().busy.share == pytest.approx(0.8)
+    foreground.begin("dead", "user")
+    foreground.begin("dead too", "other")
+    time[0] = 26.0
+    assert not foreground.busy and not foreground.serves("user")
+    assert foreground.seen().busy.mean == pytest.approx(2 * 6.0 / 10.0)
 
 
 @virtual

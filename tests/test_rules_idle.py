@@ -86,6 +86,25 @@ async def test_a_turn_ends_the_rest() -> None:
 
 
 @virtual
+async def test_a_turn_that_begins_again_ends_the_rest() -> None:
+    """Its call is tried again, with no commit before it: nothing is started beside that call."""
+    model = FakeSummarizer(delay=1.0)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=idle_policy(model))
+        messages = chat(MIDDLE, size=60)
+        session.observe(messages)
+        await settle(20.0)
+        session.turn_begins()
+        await settle(500.0)
+        assert model.calls == 0
+        session.observe(messages)
+        await settle(29.0)
+        assert model.calls == 0
+        await settle(2.0)
+        assert model.calls == 1
+
+
+@virtual
 async def test_a_small_view_rests_undisturbed() -> None:
     """Nothing is over ``land_at``: nothing is started, now or later."""
     model = FakeSummarizer()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from autogen import LLMConfig, OpenAIWrapper
 from chats import Client
 from hypothesis import given, strategies as st
 
-from smoothctx import ConfigurationError, MessageError, segments
+from smoothctx import ConfigurationError, MessageError, Usage, segments
 from smoothctx.codec import openai_messages
 from smoothctx.digest import chain
 from smoothctx_autogen.ag2_classic import ClassicMessages, WrapperModel
@@ -168,6 +170,21 @@ async def test_a_wrapper_is_a_model() -> None:
     assert (reply.text, reply.finish_reason, reply.tool_calls) == ("The summary.", "stop", False)
     assert (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.calls) == (100, 20, 1)
     assert requests == [[{"role": "user", "content": "q"}]] and model.identity == "fake-1"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1, "100"])
+async def test_usage_that_is_no_number_of_tokens_is_no_report(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary is used all the same; what it cost is not known."""
+    create = Client.create
+
+    def answer(self: Client, params: dict[str, Any]) -> Any:
+        response = create(self, params)
+        response.usage = SimpleNamespace(prompt_tokens=odd, completion_tokens=20)
+        return response
+
+    monkeypatch.setattr(Client, "create", answer)
+    reply = await WrapperModel(wrapper([]), model_id="fake-1").complete([{"role": "user", "content": "q"}])
+    assert reply.text == "The summary." and reply.usage == Usage(calls=1, estimated=True)
 
 
 async def test_a_reply_that_asks_for_tools_is_marked() -> None:

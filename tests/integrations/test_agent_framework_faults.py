@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -34,7 +35,7 @@ from agent_framework_fakes import (
 )
 from driving import small_policy
 from helpers import Events, FakeSummarizer, FlakyStore, fill, make_runtime, now, settle, virtual
-from smoothctx import KeepRecent, Policy, Runtime, Summarize
+from smoothctx import KeepRecent, Policy, Runtime, Summarize, Usage
 from smoothctx_autogen.agent_framework import ChatClientModel, LookaheadMiddleware
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -107,6 +108,52 @@ async def test_hard_limit_always_fits(stream: bool) -> None:
             assert not faults(request) and sum(map(CODEC.estimate, request)) <= 0.85 * 1500
         assert runtime.counters.fallbacks >= 1
         assert len(stored(session)) == 8 * 8 and not faults(stored(session))
+
+
+@STREAMS
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1])
+@virtual
+async def test_usage_that_is_no_number_of_tokens_is_no_report(odd: Any, stream: bool) -> None:
+    """The agent has its answers, the summaries are made as ever, and nobody takes the odd number for a size."""
+    client, events = replies(delay=0.3, usage=True), Events()
+    client._usage = lambda *_: {
+        "input_token_count": odd,
+        "output_token_count": odd,
+        "cache_read_input_token_count": odd,
+    }
+    async with make_runtime(on_event=events) as runtime:
+        lookahead = LookaheadMiddleware(runtime, small_policy(FakeSummarizer(delay=0.1), trigger=("messages", 6)))
+        agent = agent_of(client, lookahead)
+        session = agent.create_session()
+        for k in range(8):
+            assert "reply" in await ask(agent, fill(f"<{k}> question", 60), session, stream=stream)
+            await settle(1)
+        (found,) = lookahead.sessions(session)
+        assert found.receipts and 0 < found.branch.tokens < 10_000 and not events.of("error")
+        assert all(call.usage == Usage(calls=1) for o in found.outcomes() for call in o.after)
+
+
+@STREAMS
+@pytest.mark.parametrize("broken", ["_elsewhere", "Turn.got_history", "Turn._cost"])
+@virtual
+async def test_nothing_of_ours_around_a_call_reaches_the_agent(
+    broken: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails before, beside or behind the model call is an event; the run has its answer, and is over."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError("broken")
+
+    monkeypatch.setattr(f"smoothctx_autogen.agent_framework.{broken}", fail)
+    client, events = replies(delay=0.3, usage=True), Events()
+    async with make_runtime(on_event=events) as runtime:
+        agent = agent_of(client, LookaheadMiddleware(runtime, small_policy(FakeSummarizer())))
+        session = agent.create_session()
+        for k in range(3):
+            assert "reply" in await ask(agent, fill(f"<{k}> question", 60), session, stream=stream)
+        assert not runtime.foreground(None).busy
+        assert events.of("error") and {e.data["where"] for e in events.of("error")} == {"agent_framework"}
+    assert len(client.requests) == 3 and len(stored(session)) == 6
 
 
 @virtual

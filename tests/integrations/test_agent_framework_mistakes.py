@@ -97,7 +97,9 @@ async def test_a_runtime_that_was_never_opened_is_the_callers_mistake(stream: bo
         assert await ask(agent, "hello", agent.create_session(), stream=stream)
 
 
-@pytest.mark.parametrize("given", [{"name": ""}, {"name": 3}, {"tenant": ""}, {"tenant": None}])
+@pytest.mark.parametrize(
+    "given", [{"name": ""}, {"name": 3}, {"tenant": ""}, {"tenant": None}, {"engine": "x"}, {"request": []}]
+)
 def test_wrong_options_are_named(given: dict[str, Any]) -> None:
     """At construction."""
     (option,) = given

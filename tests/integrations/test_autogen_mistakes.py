@@ -40,6 +40,9 @@ from smoothctx_autogen.config import read_options
         ({"own_client": None}, "own_client=None"),
         ({"runtime": "here"}, "runtime='here'"),
         ({"inner": []}, r"inner=\[\]"),
+        ({"engine": "x"}, "engine='x': expected an engine"),
+        ({"request": []}, r"request=\[\]: expected a mapping"),
+        ({"options": {"preload_kv": "maybe"}}, "options: preload_kv='maybe': "),
     ],
 )
 def test_wrong_options_are_named(given: dict[str, Any], names: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import threading
 from typing import Any
 
@@ -51,6 +52,16 @@ async def test_usage_and_finish_reason_are_the_clients() -> None:
 
 
 @virtual
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1, "100"])
+async def test_usage_that_is_no_number_of_tokens_is_no_report(odd: Any) -> None:
+    """It is estimated where nothing of it can be read, and never in a sum."""
+    client = Client(["text", "text"], usage=(odd, odd))
+    model = Model(client_model(client))
+    assert (await model.ask(PROMPT, max_tokens=50)).usage.estimated
+    client.usage = (odd, 20)
+    assert (await model.ask(PROMPT, max_tokens=50)).usage == Usage(output_tokens=20, calls=1)
+
+
 async def test_background_usage_is_an_event_and_a_counter() -> None:
     """B171: what the summariser cost is reported, beside the agent's own."""
     events = Events()

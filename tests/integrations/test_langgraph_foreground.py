@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware, hook_config
 from langchain_core.messages import AIMessage
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command, RetryPolicy, interrupt
 
-from graphs import ask, on, policy_of
+from graphs import ask, chat_graph, converse, on, policy_of
 from lg_agents import agent_of, reply, talk, talk_sync, talker
 from smoothctx import Runtime
 from smoothctx.testing import FakeEngine
 from smoothctx_langgraph import LookaheadMiddleware, LookaheadStateMiddleware
+from smoothctx_langgraph.node import lookahead_node
 
 pytestmark = pytest.mark.langgraph
 
@@ -96,6 +100,59 @@ async def test_a_call_that_fails_leaves_no_turn_and_says_if_the_server_is_overlo
         with pytest.raises(httpx.HTTPStatusError, match="slow down"):
             await agent.ainvoke({"messages": [ask(0)]}, on("t"))
         assert not foreground.busy and 10 < runtime.endpoints.rests(engine) <= 20
+
+
+async def test_a_node_that_is_tried_again_is_a_turn_each_time() -> None:
+    """A retry sees the view that the first attempt saw; background work keeps out of its way just as well."""
+    engine, seen, between = FakeEngine(), [], []
+    async with Runtime() as runtime:
+        foreground = runtime.foreground(engine)
+
+        @lookahead_node(runtime, policy_of(), engine=engine)
+        async def model(state: MessagesState) -> dict[str, Any]:
+            seen.append((foreground.prefilling, foreground.seen().in_flight))
+            if len(seen) % 3:
+                raise ConnectionError("the line is down")
+            return {"messages": [reply(state["messages"])]}
+
+        def again(error: Exception) -> bool:
+            between.append(foreground.busy)
+            return True
+
+        retry = RetryPolicy(max_attempts=3, initial_interval=0.001, jitter=False, retry_on=again)
+        builder = StateGraph(MessagesState)
+        builder.add_node("model", model, retry_policy=retry)
+        builder.add_edge(START, "model")
+        await converse(builder.compile(checkpointer=InMemorySaver()), runtime, on("t"), range(6))
+        assert seen == [(True, 1)] * 18 and between == [False] * 12
+        assert not foreground.busy and runtime.counters.committed
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_node_that_goes_on_after_an_interrupt_is_a_turn_again(sync: bool) -> None:
+    """The model call that follows a person's answer is in the foreground; while the answer is waited for nothing is."""
+    engine, seen = FakeEngine(), []
+    with Runtime.in_thread() as runtime:
+        foreground = runtime.foreground(engine)
+        decorate = lookahead_node(runtime, policy_of(), engine=engine)
+
+        def asks(state: MessagesState) -> dict[str, Any]:
+            word = interrupt("go on?")
+            seen.append((foreground.prefilling, foreground.seen().in_flight))
+            return {"messages": [AIMessage(word)]}
+
+        async def asks_async(state: MessagesState) -> dict[str, Any]:
+            return asks(state)
+
+        def run(graph: Any, given: Any) -> None:
+            graph.invoke(given, on("t")) if sync else asyncio.run(graph.ainvoke(given, on("t")))
+            assert not foreground.busy
+
+        graph = chat_graph(decorate(asks if sync else asks_async), checkpointer=InMemorySaver())
+        for k in range(3):
+            run(graph, {"messages": [ask(k)]})
+            run(graph, Command(resume="yes"))
+        assert seen == [(True, 1)] * 3
 
 
 async def test_a_run_that_ends_before_the_model_is_asked_counts_for_seconds_only() -> None:

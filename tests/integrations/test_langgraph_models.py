@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,10 @@ from langchain_core.runnables import RunnableLambda
 from pydantic import SecretStr
 
 from langchain_fakes import ASK, SECRET, Fake, Limited, Other, Streaming, Thinking, fake
-from smoothctx import ConfigurationError, Summarize, TransformError
+from smoothctx import ConfigurationError, Summarize, TransformError, Usage
 from smoothctx.transforms.model import Model
 from smoothctx_langgraph.codec import LangChainMessages
-from smoothctx_langgraph.models import ChatModel
+from smoothctx_langgraph.models import ChatModel, usage_of
 
 pytestmark = pytest.mark.langgraph
 
@@ -56,6 +57,22 @@ async def test_usage_is_estimated_where_none_is_reported() -> None:
     assert reply.usage.input_tokens > 4
     assert reply.usage.output_tokens == 2
     assert reply.usage.cached_tokens is None
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1, "120"])
+def test_usage_that_is_no_number_of_tokens_is_no_report(odd: Any) -> None:
+    """Nothing is known where the prompt's is none; another number that is none is left out."""
+    answer = AIMessage("It.")
+    answer.usage_metadata = {"input_tokens": odd, "output_tokens": 7, "total_tokens": 7}
+    assert usage_of(answer) is None
+    details: Any = {"cache_read": odd}
+    answer.usage_metadata = {
+        "input_tokens": 120,
+        "output_tokens": odd,
+        "total_tokens": 7,
+        "input_token_details": details,
+    }
+    assert usage_of(answer) == Usage(input_tokens=120, calls=1)
 
 
 async def test_the_bound_has_the_models_own_name() -> None:

@@ -17,7 +17,7 @@ except ImportError as error:
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ from .checks import (
     check_request,
     check_runtime,
     check_text,
+    guarded,
     saved_texts,
 )
 
@@ -230,19 +231,28 @@ class LookaheadMiddleware(BaseMiddleware):
                 self._failed(error, context)
             if session is None or messages is None:
                 return await call_next(events, context)
-            view = await session.commit(messages)
-            rewritten = len(view) != len(messages) or any(a is not b for a, b in zip(view, messages, strict=True))
+            sent = await self._view(session, messages, context)
             self._tell(session.lookahead, context)
             answered = messages
             try:
                 async with session.foreground() as call, self._first_token(call, context):
-                    response = await call_next(weave(view, messages) if rewritten else held, context)
-                    if not (used := usage_of(response)).estimated:
-                        call.report(used)
+                    response = await call_next(held if sent is None else sent, context)
+                    with self._guarded(context):
+                        if not (used := usage_of(response)).estimated:
+                            call.report(used)
                 answered = [*messages, EventMessage(response)]
                 return response
             finally:
                 self._tell(session.observe(answered), context)
+
+    async def _view(self, session: Session, messages: list[EventMessage], context: Any) -> list[BaseEvent] | None:
+        """What to send in place of the events; ``None`` where that is these events themselves."""
+        sent = None
+        with self._guarded(context):
+            view = await session.commit(messages)
+            if len(view) != len(messages) or any(a is not b for a, b in zip(view, messages, strict=True)):
+                sent = weave(view, messages)
+        return sent
 
     def _in_effect(self, context: Any) -> bool:
         """Does one like this stand around this call already?"""
@@ -291,8 +301,16 @@ class LookaheadMiddleware(BaseMiddleware):
         async def first(_: ModelMessageChunk) -> None:
             call.first_token()
 
-        with context.stream.where(ModelMessageChunk).sub_scope(first):
+        with ExitStack() as told:
+            with self._guarded(context):
+                stream = context.stream.where(ModelMessageChunk)
+                listener = stream.subscribe(first)
+                told.callback(self._unsubscribe, stream, listener, context)
             yield
+
+    def _unsubscribe(self, stream: Any, listener: Any, context: Any) -> None:
+        with self._guarded(context):
+            stream.unsubscribe(listener)
 
     def _tell(self, handle: LookaheadHandle | None, context: Any) -> None:
         """Put what a lookahead costs on the stream that started it, once it has ended."""
@@ -303,10 +321,16 @@ class LookaheadMiddleware(BaseMiddleware):
             if any(told.flight is handle.flight for told in kept.told):  # paid for once, whoever makes use of it
                 return
             kept.told.add(handle)
-        context.spawn_background(self._put_usage(handle, context))
+        telling = self._put_usage(handle, context)
+        with self._guarded(context):
+            try:
+                context.spawn_background(telling)
+            except Exception:
+                telling.close()  # it will never run
+                raise
 
     async def _put_usage(self, handle: LookaheadHandle, context: Any) -> None:
-        try:
+        with self._guarded(context):
             await handle.wait()
             usage = handle.flight.usage
             if usage.calls and not usage.estimated:
@@ -317,8 +341,9 @@ class LookaheadMiddleware(BaseMiddleware):
                     cache_read_input_tokens=usage.cached_tokens,
                 )
                 await context.send(UsageEvent(spent, kind="compaction", label="smoothctx"))
-        except Exception as error:
-            self._failed(error, context)
+
+    def _guarded(self, context: Any) -> AbstractContextManager[None]:
+        return guarded(lambda error: self._failed(error, context))
 
     def _failed(self, error: Exception, context: Any) -> None:
         self._runtime.events.error(error, where="ag2.middleware", session=_id(context.stream), tenant=self._tenant)

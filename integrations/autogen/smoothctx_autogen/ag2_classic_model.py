@@ -11,7 +11,7 @@ from autogen import OpenAIWrapper
 
 from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.transforms.model import ModelReply
-from smoothctx.usage import Usage
+from smoothctx.usage import Usage, token_count
 
 from .checks import check_text
 
@@ -82,11 +82,11 @@ def _reply(response: Any) -> ModelReply:
     except (AttributeError, IndexError) as error:
         raise TransformError(f"model: expected a chat completion, got {type(response).__name__}") from error
     usage = getattr(response, "usage", None)
-    known = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+    asked, written = (token_count(getattr(usage, name, None)) for name in ("prompt_tokens", "completion_tokens"))
     return ModelReply(
         text=content if isinstance(content, str) else "",
-        usage=Usage(input_tokens=int(known[0]), output_tokens=int(known[1]), calls=1)
-        if known[0] is not None and known[1] is not None
+        usage=Usage(input_tokens=asked, output_tokens=written, calls=1)
+        if asked is not None and written is not None
         else Usage(calls=1, estimated=True),
         finish_reason=getattr(choice, "finish_reason", None),
         tool_calls=bool(getattr(message, "tool_calls", None)),

@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from smoothctx.codec import OpenAIMessages, ToolCall
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MEDIA_TOKENS, MESSAGE_TOKENS, count_text
+from smoothctx.usage import token_count
 
 _FENCE = OpenAIMessages()
 #: providers whose prompt count leaves out what was read from, or written to, the cache
@@ -163,13 +164,16 @@ class EventMessages:
     def reported(self, message: EventMessage) -> int | None:
         """Prompt plus completion tokens of a response, as its provider reported them."""
         event = message.event
-        if not isinstance(event, ModelResponse) or not event.usage or not event.usage.prompt_tokens:
+        if not isinstance(event, ModelResponse) or not event.usage:
             return None
         usage = event.usage
-        total = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+        prompt = token_count(usage.prompt_tokens)
+        if not prompt:
+            return None
+        beside = [usage.completion_tokens]
         if event.provider in UNCACHED:
-            total += (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-        return int(total)
+            beside += [usage.cache_read_input_tokens, usage.cache_creation_input_tokens]
+        return prompt + sum(token_count(n) or 0 for n in beside)
 
     def in_progress(self, message: EventMessage) -> bool:
         """Never: a stream's history has no half events."""

@@ -23,7 +23,7 @@ from fast_depends.pydantic import PydanticSerializer  # type: ignore[import-not-
 from ag2 import Context, MemoryStream
 from smoothctx.errors import ConfigurationError
 from smoothctx.transforms.model import ModelReply
-from smoothctx.usage import Usage
+from smoothctx.usage import Usage, token_count
 
 from .ag2_events import UNCACHED
 from .checks import check_text
@@ -132,5 +132,4 @@ def usage_of(response: Any) -> Usage:
 
 
 def _count(usage: Any, name: str) -> int | None:
-    value = getattr(usage, name, None)
-    return int(value) if isinstance(value, int | float) else None
+    return token_count(getattr(usage, name, None))

@@ -35,7 +35,7 @@ from smoothctx.lines import Lines
 from .agent_framework_codec import AgentFrameworkMessages
 from .agent_framework_model import ChatClientModel, background, in_background
 from .agent_framework_turn import Turn
-from .checks import RawTurns, check_policy, check_runtime, check_text, warn
+from .checks import RawTurns, check_engine, check_policy, check_request, check_runtime, check_text, guarded, warn
 
 __all__ = ["STATE_KEY", "AgentFrameworkMessages", "ChatClientModel", "LookaheadMiddleware", "background"]
 
@@ -72,21 +72,34 @@ class LookaheadMiddleware(ChatMiddleware):
         name: tells this middleware's part of a session from another's, where agents with policies of their own share
             sessions.
         tenant: whose conversations these are.
+        engine: the agent's own engine, to preload views (see ``Runtime.session``) and to keep out of its calls' way.
+        request: the constant part of the agent's requests.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
         ClosedError: at the first call, where the runtime was never opened.
     """
 
-    def __init__(self, runtime: Runtime, policy: Policy, *, name: str = "agent", tenant: str = "default") -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        policy: Policy,
+        *,
+        name: str = "agent",
+        tenant: str = "default",
+        engine: Any = None,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
         check_runtime(runtime)
         check_policy(policy)
         check_text("name", name)
         check_text("tenant", tenant)
+        check_engine(engine)
+        check_request(request)
         self.name = name
         self._runtime, self._policy, self._tenant = runtime, policy, tenant
         self._codec = AgentFrameworkMessages()
-        self._lines = Lines(runtime, policy=policy, codec=self._codec, tenant=tenant)
+        self._lines = Lines(runtime, policy=policy, codec=self._codec, tenant=tenant, engine=engine, request=request)
         # what a session's state is known to hold: it is read and written only where that changes
         self._known: weakref.WeakKeyDictionary[Session, list[str]] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
@@ -109,26 +122,19 @@ class LookaheadMiddleware(ChatMiddleware):
             working.remove(self)
 
     async def _process(self, context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:
-        why = _elsewhere(context)
-        if why is None and context.session is not None and context.session in self._loaded_behind:
-            why = LOADED_BEHIND
-        if why is not None:
-            self._say(why)
-            await call_next()
-            return
         turn = await self._begin(context)
         if turn is None:
             await call_next()
             return
         try:
             await call_next()
-            if context.session is not None and turn.got_history(context.messages):
-                self._loaded_behind.add(context.session)
-            if isinstance(context.result, ResponseStream):
-                turn.follow(context)
-                return
-            if isinstance(context.result, ChatResponse):
-                turn.answered(context.result)
+            with guarded(self._failed):  # the caller has its answer
+                if context.session is not None and turn.got_history(context.messages):
+                    self._loaded_behind.add(context.session)
+                if isinstance(context.result, ResponseStream):
+                    turn.follow(context)
+                elif isinstance(context.result, ChatResponse):
+                    turn.answered(context.result)
         finally:
             if not turn.streams:
                 turn.end()
@@ -161,9 +167,15 @@ class LookaheadMiddleware(ChatMiddleware):
     # -- one call --------------------------------------------------------------------------------------------
 
     async def _begin(self, context: ChatContext) -> Turn | None:
-        """Make the view. ``None`` where that failed: the call goes on with the messages it had."""
-        turn = Turn(self._codec)
+        """Make the view. ``None`` where there is none: the call goes on with the messages it had."""
+        turn = Turn(self._codec, self._failed)
         try:
+            why = _elsewhere(context)
+            if why is None and context.session is not None and context.session in self._loaded_behind:
+                why = LOADED_BEHIND
+            if why is not None:
+                self._say(why)
+                return None
             given = messages = list(context.messages)
             compacts = _compacts(context)
             if compacts:  # what its strategy left out before is not sent, and so is no part of the view
@@ -181,7 +193,7 @@ class LookaheadMiddleware(ChatMiddleware):
             return None
         except Exception as error:
             turn.end()
-            self._runtime.events.error(error, where="agent_framework")
+            self._failed(error)
             return None
         except BaseException:  # the run was cancelled at the hard limit
             turn.end()
@@ -225,6 +237,9 @@ class LookaheadMiddleware(ChatMiddleware):
             others = others if isinstance(others, Mapping) else {}
             held.state[STATE_KEY] = {"v": STATE_VERSION, "views": {**others, self.name: texts}}
         self._known[session] = texts
+
+    def _failed(self, error: Exception) -> None:
+        self._runtime.events.error(error, where="agent_framework", tenant=self._tenant)
 
     def _say(self, why: str) -> None:
         if why not in self._said:

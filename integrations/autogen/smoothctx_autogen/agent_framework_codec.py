@@ -13,6 +13,7 @@ from agent_framework import Content, Message
 from smoothctx.codec import OpenAIMessages, ToolCall
 from smoothctx.errors import MessageError
 from smoothctx.tokens import MESSAGE_TOKENS, count_text
+from smoothctx.usage import token_count
 
 from .agent_framework_contents import (
     APPROVALS,
@@ -274,5 +275,7 @@ def _open_calls(message: Message) -> list[Content]:
 
 
 def _context_tokens(usage: Mapping[str, Any] | None) -> int | None:
-    read, written = (usage or {}).get("input_token_count"), (usage or {}).get("output_token_count")
-    return read + written if isinstance(read, int) and isinstance(written, int) and read > 0 else None
+    if not isinstance(usage, Mapping):
+        return None
+    read, written = token_count(usage.get("input_token_count")), token_count(usage.get("output_token_count"))
+    return read + written if read and written is not None else None

@@ -15,7 +15,7 @@ from agent_framework import ChatResponse, Content, Message, SupportsChatGetRespo
 from smoothctx import foreign
 from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.transforms.model import ModelReply
-from smoothctx.usage import Usage
+from smoothctx.usage import Usage, token_count
 
 from .checks import check_text
 
@@ -117,13 +117,12 @@ def _service(client: Any) -> str:
 
 def usage_of(details: Mapping[str, Any] | None) -> Usage:
     """What a client says that one call cost; estimated where it says nothing."""
-    if not details:
+    if not isinstance(details, Mapping) or not details:
         return Usage(calls=1, estimated=True)
-    cached = details.get("cache_read_input_token_count")
     return Usage(
-        input_tokens=details.get("input_token_count") or 0,
-        output_tokens=details.get("output_token_count") or 0,
-        cached_tokens=cached if isinstance(cached, int) else None,
+        input_tokens=token_count(details.get("input_token_count")) or 0,
+        output_tokens=token_count(details.get("output_token_count")) or 0,
+        cached_tokens=token_count(details.get("cache_read_input_token_count")),
         calls=1,
     )
 

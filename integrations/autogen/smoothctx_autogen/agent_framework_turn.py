@@ -15,15 +15,17 @@ from smoothctx.lines import Lines
 
 from .agent_framework_codec import AgentFrameworkMessages
 from .agent_framework_model import usage_of
+from .checks import guarded
 
 
 class Turn:
-    """One model call under way: holds its session until the call is over, however it ends."""
+    """One model call under way: holds its session until the call is over, however it ends. ``failed`` hears of what
+    goes wrong in looking at a stream."""
 
-    def __init__(self, codec: AgentFrameworkMessages) -> None:
+    def __init__(self, codec: AgentFrameworkMessages, failed: Callable[[Exception], None]) -> None:
         self.streams = False
         self.view: list[Message] = []
-        self._codec = codec
+        self._codec, self._failed = codec, failed
         self._held = ExitStack()
         self._session: Session | None = None
         self._messages: list[Message] = []
@@ -64,21 +66,22 @@ class Turn:
 
     def follow(self, context: ChatContext) -> None:
         """The call goes on as a stream, which somebody else reads, perhaps not to its end."""
+        context.stream_cleanup_hooks.append(self.end)
         self.streams = True
         context.stream_update_transforms.append(self._update)
-        context.stream_cleanup_hooks.append(self.end)
         context.stream_result_transforms.append(self._result)
         # Dropped without a word: it may be found at any point of any code, so nothing may be locked there.
         dropped = weakref.finalize(context.result, _later, asyncio.get_running_loop(), self.end)
         dropped.atexit = False
 
     def _update(self, update: ChatResponseUpdate) -> ChatResponseUpdate:
-        if self._call is not None and not self._first:
-            self._first = True
-            self._call.first_token()
-        for content in update.contents or ():
-            if content.type == "usage":
-                self._cost(content.usage_details)
+        with guarded(self._failed):
+            if self._call is not None and not self._first:
+                self._first = True
+                self._call.first_token()
+            for content in update.contents or ():
+                if content.type == "usage":
+                    self._cost(content.usage_details)
         return update
 
     def _cost(self, details: Mapping[str, Any] | None) -> None:
@@ -87,7 +90,8 @@ class Turn:
             self._call.report(usage_of(details))
 
     def _result(self, response: ChatResponse[Any]) -> None:
-        self.answered(response)
+        with guarded(self._failed):
+            self.answered(response)
 
     def end(self) -> None:
         """The call is over: with its reply, or without. Ending twice is fine."""

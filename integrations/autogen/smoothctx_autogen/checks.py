@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from smoothctx.errors import ClosedError, ConfigurationError, MessageError
@@ -68,6 +69,15 @@ def saved_texts(saved: Any, runtime: Runtime, *, where: str, tenant: str = "") -
             error = MessageError(f"saved[{k}]: expected a text, got {type(text).__name__}")
             runtime.events.error(error, where=where, tenant=tenant)
     return found
+
+
+@contextmanager
+def guarded(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """What goes wrong in this block is told to ``failed``, and the turn goes on without it."""
+    try:
+        yield
+    except Exception as error:
+        failed(error)
 
 
 class RawTurns:

@@ -80,11 +80,12 @@ Rule = Annotated[
 class LookaheadOptions(BaseModel):
     """When and how a context is summarised, as plain values: what a component config can hold.
 
-    Every field is the option of the same name of ``smoothctx.Policy`` or ``smoothctx.Summarize``; two differ.
+    Every field is the option of the same name of ``smoothctx.Policy`` or ``smoothctx.Summarize``; some differ.
     ``commit`` takes a rule too: ``KStepOff(4)``, or as it stands in a config, ``{"name": "KStepOff", "k": 4}``.
     ``layout`` is ``"standalone"``: the summariser gets a transcript, which every client takes, with or without tools
-    and images, and the agent's system message is not part of the context anyway. ``fallback_keep`` is what
-    ``KeepRecent`` keeps at the hard limit. Values are checked where the context is made (``ConfigurationError``).
+    and images, and the agent's system message is not part of the context anyway. So ``preload_kv`` is ``False``: what
+    is preloaded would not be what an agent with a system message sends. ``fallback_keep`` is what ``KeepRecent`` keeps
+    at the hard limit. Values are checked where the context is made (``ConfigurationError``).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -101,6 +102,7 @@ class LookaheadOptions(BaseModel):
     min_savings: float = 0.30
     max_message_tokens: int | None = None
     idle: float | None = None
+    preload_kv: bool | Literal["auto"] = False
     keep: Size = ("messages", 20)
     fallback_keep: Size = ("messages", 20)
     layout: str = "standalone"
@@ -142,6 +144,7 @@ class LookaheadOptions(BaseModel):
             min_savings=self.min_savings,
             max_message_tokens=self.max_message_tokens,
             idle=self.idle,
+            preload_kv=self.preload_kv,
         )
 
 

@@ -13,7 +13,7 @@ from autogen_core.models import AssistantMessage, ChatCompletionClient, LLMMessa
 
 from smoothctx import ClosedError, ConfigurationError, Policy, Reason, Runtime, Session
 
-from .checks import RawTurns, check_flag, check_policy, check_runtime, check_text, warn
+from .checks import RawTurns, check_engine, check_flag, check_policy, check_request, check_runtime, check_text, warn
 from .codec import AutoGenMessages
 from .config import LookaheadContextConfig, LookaheadOptions, read_options
 from .model import client_model
@@ -48,6 +48,9 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         policy: a full policy in place of ``model_client`` and ``options``. Such a context cannot be dumped.
         runtime: an open ``smoothctx.Runtime``; by default that of the process (see ``default_runtime``).
         tenant: whose conversation this is: what tenants leave in a shared store is never mixed.
+        engine: the agent's own engine: background work keeps out of its turns' way there. For preloads see
+            ``LookaheadOptions``. Like the runtime it is in no component config.
+        request: the constant part of the agent's requests.
         own_client: the client belongs to this context alone. Set for a context loaded from a config.
 
     Raises:
@@ -67,6 +70,8 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         policy: Policy | None = None,
         runtime: Runtime | None = None,
         tenant: str = "default",
+        engine: Any = None,
+        request: Mapping[str, Any] | None = None,
         own_client: bool = False,
     ) -> None:
         super().__init__()
@@ -85,6 +90,8 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         if runtime is not None:
             check_runtime(runtime)
         check_text("tenant", tenant)
+        check_engine(engine)
+        check_request(request)
         check_flag("own_client", own_client)
         if own_client and policy is not None:
             raise ConfigurationError("own_client: it goes with model_client; a policy has its own model")
@@ -96,6 +103,7 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         self._own_client = own_client
         self._runtime = runtime
         self._tenant = tenant
+        self._engine, self._request = engine, request
         self._session: Session | None = None
         self._carried: list[str] = []  # from a saved state, until the first view is made
         self._results = Results()
@@ -224,7 +232,12 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         if session is not None:  # the runtime closed it: what is committed stays so
             self._carried += [text for text in session.saved() if text not in self._carried]
         self._session = runtime.session(
-            f"autogen-{uuid.uuid4().hex}", policy=self._policy, codec=_CODEC, tenant=self._tenant
+            f"autogen-{uuid.uuid4().hex}",
+            policy=self._policy,
+            codec=_CODEC,
+            tenant=self._tenant,
+            engine=self._engine,
+            request=self._request,
         )
         self._session.restore(self._carried)
         return self._session

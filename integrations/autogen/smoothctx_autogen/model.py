@@ -26,6 +26,7 @@ from pydantic import SecretBytes, SecretStr
 from smoothctx import ConfigurationError, EngineUnreachable, Usage
 from smoothctx.tokens import count_text
 from smoothctx.transforms.model import ModelReply, estimate
+from smoothctx.usage import token_count
 
 from .checks import check_text
 from .codec import SOURCE
@@ -202,11 +203,11 @@ def _part(part: Any, *, media: bool = True) -> str | Image:
 def _reply(result: CreateResult, messages: Sequence[Mapping[str, Any]]) -> ModelReply:
     called = not isinstance(result.content, str)
     text = "" if called else str(result.content)
-    usage = result.usage
+    asked, written = token_count(result.usage.prompt_tokens) or 0, token_count(result.usage.completion_tokens) or 0
     if result.cached:
         spent = Usage(calls=1)  # nothing was asked of the provider
-    elif usage.prompt_tokens or usage.completion_tokens:
-        spent = Usage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, calls=1)
+    elif asked or written:
+        spent = Usage(input_tokens=asked, output_tokens=written, calls=1)
     else:
         spent = Usage(input_tokens=estimate(messages), output_tokens=count_text(text), calls=1, estimated=True)
     finish = _FINISH.get(result.finish_reason, result.finish_reason)

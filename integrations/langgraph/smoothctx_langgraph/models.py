@@ -19,7 +19,7 @@ from langchain_core.runnables.fallbacks import RunnableWithFallbacks
 from smoothctx.errors import ConfigurationError, TransformError
 from smoothctx.tokens import count_text
 from smoothctx.transforms.model import ModelReply, estimate
-from smoothctx.usage import Usage
+from smoothctx.usage import Usage, token_count
 
 from .codec_openai import from_openai
 from .codec_parts import CALLS
@@ -103,7 +103,7 @@ class ChatModel:
         text = str(answer.text)
         return ModelReply(
             text=text,
-            usage=_usage(answer, messages, text),
+            usage=usage_of(answer) or _estimated(messages, text),
             finish_reason=_finish_reason(answer),
             tool_calls=_called(answer),
         )
@@ -211,17 +211,22 @@ def _with_tools(model: Runnable[Any, Any], tools: Any) -> Runnable[Any, Any]:
         return model
 
 
-def _usage(answer: AIMessage, messages: Sequence[Mapping[str, Any]], text: str) -> Usage:
+def usage_of(answer: AIMessage) -> Usage | None:
+    """What the provider says that this answer cost; ``None`` where it says nothing."""
     reported = answer.usage_metadata
-    if not reported or not reported.get("input_tokens"):
-        return Usage(input_tokens=estimate(messages), output_tokens=count_text(text), calls=1, estimated=True)
-    cached = (reported.get("input_token_details") or {}).get("cache_read")
+    asked = token_count(reported.get("input_tokens")) if reported else None
+    if not reported or not asked:
+        return None
     return Usage(
-        input_tokens=reported["input_tokens"],
-        output_tokens=reported.get("output_tokens") or 0,
-        cached_tokens=cached if isinstance(cached, int) else None,
+        input_tokens=asked,
+        output_tokens=token_count(reported.get("output_tokens")) or 0,
+        cached_tokens=token_count((reported.get("input_token_details") or {}).get("cache_read")),
         calls=1,
     )
+
+
+def _estimated(messages: Sequence[Mapping[str, Any]], text: str) -> Usage:
+    return Usage(input_tokens=estimate(messages), output_tokens=count_text(text), calls=1, estimated=True)
 
 
 def _finish_reason(answer: AIMessage) -> str | None:

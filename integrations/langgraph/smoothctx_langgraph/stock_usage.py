@@ -17,6 +17,7 @@ from smoothctx.tokens import count_text
 from smoothctx.usage import Usage
 
 from .codec import LangChainMessages
+from .models import usage_of
 
 _CODEC = LangChainMessages()
 
@@ -43,15 +44,8 @@ class _Meter(BaseCallbackHandler):
         prompt = self._prompts.pop(run_id, 0)
         found = response.generations[0][0] if response.generations and response.generations[0] else None
         message = found.message if isinstance(found, ChatGeneration) else None
-        reported = message.usage_metadata if isinstance(message, AIMessage) else None
-        if reported and reported.get("input_tokens"):
-            usage = Usage(
-                input_tokens=reported["input_tokens"],
-                output_tokens=reported["output_tokens"],
-                cached_tokens=reported.get("input_token_details", {}).get("cache_read"),
-                calls=1,
-            )
-        else:
+        usage = usage_of(message) if isinstance(message, AIMessage) else None
+        if usage is None:
             output = count_text(found.text) if found is not None else 0
             usage = Usage(input_tokens=prompt, output_tokens=output, calls=1, estimated=True)
         self.total += usage

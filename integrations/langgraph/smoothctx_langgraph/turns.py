@@ -174,6 +174,8 @@ class Turns:
             self._restore(session, saved or ())
             key = (where.task, place or where.node)
             turn = self._pinned(key, session, messages)
+            if turn.shown:  # no commit comes, which would begin the turn
+                session.turn_begins()
             try:
                 yield turn
             except BaseException:  # it may be tried again, or resume after an interrupt
