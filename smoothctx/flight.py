@@ -114,6 +114,11 @@ class Flight:
     artifact: Artifact | None = None
     opening: tuple[Any, ...] | None = None
     usage: Usage = Usage()
+    #: of its preloads
+    warmed: Usage = Usage()
+    #: when it came into the queue, and the seconds that the one has waited there whose place it took
+    queued_at: float = 0.0
+    waited_s: float = 0.0
     started_at: float | None = None
     #: when its result was there; what comes after is preload
     arrived_at: float | None = None
@@ -125,6 +130,8 @@ class Flight:
     error: Exception | None = None
     from_store: bool = False
     accounted: bool = False
+    #: nobody uses its result
+    lost: bool = False
 
     async def run(self) -> Artifact:
         """Do the work. Raises what the transform, a validator or the savings check raised."""
@@ -166,7 +173,7 @@ class Flight:
                 self.settled()
 
     def settled(self) -> None:
-        """The result is there, or never comes."""
+        """The result is there, never comes, or is not waited for any more."""
         if self.foreground is not None:
             self.foreground.end(id(self))
 
@@ -174,9 +181,10 @@ class Flight:
         """Whose model calls these are, for the lanes of the endpoints."""
         if self.endpoints is None:
             return nullcontext()
-        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self._urgent, self.foreground)
+        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self.urgent, self.foreground)
 
-    def _urgent(self) -> bool:
+    def urgent(self) -> bool:
+        """Does a turn wait for its result?"""
         return any(handle.promoted for handle in list(self.handles))
 
     def _spend(self, usage: Usage) -> None:

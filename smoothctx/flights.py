@@ -12,6 +12,8 @@ from .handle import LookaheadHandle
 from .pool import Outcome, TaskPool, Work
 from .states import HandleState, Reason
 from .tally import Tally
+from .transforms.base import Transform
+from .usage import Usage
 
 #: seconds after which a lookahead may lose its slot to another one: where its session's usual duration is known,
 #: that many times of it, at least the second; otherwise ``STRAY_S``
@@ -44,20 +46,32 @@ class Flights:
                 (flight.tenant, flight.plan.key), flight
             )
 
-    def join(self, flight: Flight, handle: LookaheadHandle, *, due: float | None, usual_s: float | None = None) -> None:
-        """Add a handle to a flight, and put the flight into the queue if it is new."""
+    def join(
+        self,
+        flight: Flight,
+        handle: LookaheadHandle,
+        *,
+        due: float | None,
+        usual_s: float | None = None,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Add a handle to a flight, and put the flight into the queue if it is new. ``waited_s``: seconds that the one
+        has waited there whose place it takes."""
         session = handle.session
         with self._lock:
             new, over = flight.work is None, flight.ended
             flight.handles.append(handle)
             if new:
                 flight.idle = lambda: self._idle(flight)
+                flight.queued_at, flight.waited_s = self._now(), waited_s
                 flight.work = Work(
                     key=flight.plan.key,
                     tenant=flight.tenant,
                     session=session.id,
                     child=session.parent is not None,
                     due=due,
+                    wanted=flight.urgent,
+                    waited_s=waited_s,
                     engine=flight.engine,
                     foreground=flight.foreground,
                     usual_s=usual_s,
@@ -67,7 +81,7 @@ class Flights:
                     run=flight.run,
                     on_start=lambda: self._started(flight),
                     on_done=lambda outcome: self._ended(flight, outcome),
-                    breaker_key=f"{flight.tenant}:{flight.plan.transform.fingerprint or id(flight.plan.transform)}",
+                    breaker_key=_breaker_key(flight.tenant, flight.plan.transform),
                 )
         self.started(handle)
         if new and flight.work is not None:
@@ -104,22 +118,51 @@ class Flights:
         self._tally.stale(reason)
         if last and flight.work is not None:
             self._pool.cancel(flight.work, reason)
+        elif not flight.ended:
+            self.release(flight)  # its promotion leaves with it
         if flight.ended and not flight.handles:
             self.wasted(flight, reason)
+
+    def rests_s(self, tenant: str, transform: Transform) -> float:
+        """Seconds for which this tenant's works by this transform are known not to be started, since they failed too
+        often; ``inf`` while one of them is tried."""
+        return self._pool.rests_s(_breaker_key(tenant, transform))
 
     def promote(self, flight: Flight) -> None:
         """Move a flight to the front of the queue, and other background work out of its way."""
         if flight.work is not None:
-            flight.hurry()
+            with self._lock:
+                flight.hurry()
             self._pool.promote(flight.work)
+
+    def release(self, flight: Flight) -> None:
+        """A turn waits for it no longer: without another one it is a lookahead like the others again."""
+        with self._lock:
+            if flight.work is None or flight.urgent():
+                return
+            flight.settled()
+        self._pool.demote(flight.work)
 
     def wasted(self, flight: Flight, reason: Reason) -> None:
         """Tokens that were spent on a result nobody uses, counted once per flight."""
         with self._lock:
             if flight.accounted:
                 return
-            flight.accounted = True
+            flight.accounted = flight.lost = True
+            warmed = flight.warmed
         self._tally.wasted(flight.usage)
+        self._tally.wasted(_evaluated(warmed))
+
+    def warmed(self, flight: Flight | None, usage: Usage) -> None:
+        """What a preload of the flight's result cost: wasted with it, if nobody uses that."""
+        self._tally.preloaded(usage)
+        if flight is None:
+            return
+        with self._lock:
+            flight.warmed = flight.warmed + usage
+            lost = flight.lost
+        if lost:
+            self._tally.wasted(_evaluated(usage))
 
     def _started(self, flight: Flight) -> None:
         flight.started_at = self._now()
@@ -172,3 +215,12 @@ class Flights:
     def _unlist(self, flight: Flight) -> None:
         if self.listed.get((flight.tenant, flight.plan.key)) is flight:
             del self.listed[(flight.tenant, flight.plan.key)]
+
+
+def _breaker_key(tenant: str, transform: Transform) -> str:
+    return f"{tenant}:{transform.fingerprint or id(transform)}"
+
+
+def _evaluated(usage: Usage) -> Usage:
+    """Of a preload only what was not cached: each request sends again what the one before it has warmed."""
+    return Usage(input_tokens=usage.input_tokens - (usage.cached_tokens or 0))

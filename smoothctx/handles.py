@@ -57,6 +57,10 @@ class Handles:
         """Those that may still be committed to the present branch."""
         return [*self.lookaheads, *(h for h in self.explicit if h.state not in FINAL)]
 
+    def finishes(self, handle: LookaheadHandle) -> bool:
+        """Is it of a dead branch, under ``Finish``?"""
+        return handle in self.finishing
+
     def add(self, handle: LookaheadHandle) -> None:
         """Hold one that was scheduled explicitly; the oldest goes when there are too many."""
         if len(self.explicit) > MAX_EXPLICIT:

@@ -162,8 +162,11 @@ class Serving:
             return False
         return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
 
-    def aligned(self, transform: Transform) -> dict[str, Any]:
-        """For a summariser on the agent's own engine: the constant part of its request, and where its cache is."""
+    def aligned(self, transform: Transform, key: str) -> dict[str, Any]:
+        """For a summariser on the agent's own engine: the constant part of its request, and where its cache is.
+
+        ``key`` names its artifact, and so the flight that other sessions may wait for too.
+        """
         session = self._session
         if session.engine is None or not uses(transform, session.engine):
             return {}
@@ -172,15 +175,26 @@ class Serving:
             none: dict[str, Any] = {}
             wait_s = min(MAX_DEFER_S, session.policy.timeout / 4)  # most of the time is for the call itself
 
+            def flight() -> Flight | None:
+                return self._runtime.flights.find(session.tenant, key)
+
+            def urgent() -> bool:
+                return session.urgent() or ((own := flight()) is not None and own.urgent())
+
+            def spent(usage: Usage) -> None:
+                self._runtime.flights.warmed(flight(), usage)
+
             def ask() -> dict[str, Any]:
                 self._prepared = True
                 return dict(
                     binding.transform_options(
                         self._foreground,
-                        session.urgent,
+                        urgent,
                         turn=partial(self._foreground.serves, self),
                         wait_s=wait_s,
                         view=self._own_view,
+                        spent=spent,
+                        wanted=session.working,
                     )
                 )
 
@@ -212,9 +226,10 @@ class Serving:
                 return warm
 
     def waits_for(self, flight: Flight) -> bool:
-        """May this session still commit what the flight has made?"""
+        """May this session still commit what the flight has made? (Not where its branch is dead.)"""
         session = self._session
-        return not session.closed and any(h.session is session and h.state not in FINAL for h in list(flight.handles))
+        mine = [h for h in list(flight.handles) if h.session is session and h.state not in FINAL]
+        return not session.closed and any(not session.finishes(h) for h in mine)
 
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
@@ -251,7 +266,7 @@ class Serving:
         if report.complete and not warmth.done:  # a binding that keeps no account of its own
             warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
         self._share(flight, artifact.key, warmth)
-        return self._reported(report)
+        return self._reported(report, flight)
 
     def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
         """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
@@ -302,13 +317,13 @@ class Serving:
             report = await self.openings.warm(flight, binding.opening, self._foreground, self._gate)
         except Exception as error:  # a cold sub-agent is slower, never wrong
             return self._refused(error, opening=True)
-        return report is not None and self._reported(report, opening=True)
+        return report is not None and self._reported(report, flight, opening=True)
 
     def _refused(self, error: Exception, **more: Any) -> bool:
         """A preload failed. An overloaded engine is left alone as it asked; that it is so is no error."""
         session = self._session
         if self._runtime.endpoints.overloaded(session.engine, error) and getattr(error, "status", None) in (429, 503):
-            return self._reported(PreloadReport(complete=False), why="overloaded", error=str(error), **more)
+            return self._reported(PreloadReport(complete=False), None, why="overloaded", error=str(error), **more)
         if not session.closed:
             self._runtime.events.error(error, where="preload", session=session.id, tenant=session.tenant)
         return False
@@ -319,8 +334,8 @@ class Serving:
             "admission.deferred", session=session.id, tenant=session.tenant, work=f"preload:{session.id}", why=why
         )
 
-    def _reported(self, report: PreloadReport, **more: Any) -> bool:
-        self._runtime.tally.preloaded(report.usage)
+    def _reported(self, report: PreloadReport, flight: Flight | None, **more: Any) -> bool:
+        self._runtime.flights.warmed(flight, report.usage)
         self._runtime.events.emit(
             "preload",
             session=self._session.id,

@@ -149,7 +149,8 @@ class Session:
         ``None``. Never raises for bad messages or a failing transform: those become events.
 
         ``due_s``: there is no reply yet, and the model call begins elsewhere within so many seconds. The turn then goes
-        on for that long, unless :meth:`turn_over` ends it.
+        on for that long (an hour at most), unless :meth:`turn_over` ends it. What is no number of seconds is an event,
+        and the turn goes on as after a commit.
         """
         try:
             with self._lock:
@@ -159,7 +160,7 @@ class Session:
                 if not isinstance(messages, list | tuple):
                     check_messages(self.codec, messages)
                 change = self._following.sync(messages, tail_only=True)
-                self._serving.end(self._token) if due_s is None else self._due(due_s)
+                self._serving.end(self._token) if due_s is None else self._due(self._lease(due_s))
                 if messages and self.branch.history.last_assistant == len(self.branch.history) - 1:
                     self._conversation.forecast.rested(now)
                 if self._rest is not None:
@@ -205,8 +206,9 @@ class Session:
     def commit_now(self, messages: Sequence[Any]) -> list[Any]:
         """:meth:`commit` for callers that may not wait at all, such as a synchronous hook on an event loop's thread.
 
-        At the hard limit the lookahead is promoted and the fallback is applied at once; the result supersedes it at
-        a later boundary. What another process left in the store is applied from the next boundary on.
+        At the hard limit the fallback is applied at once; the lookahead, for which no turn waits, goes on, and its
+        result supersedes it at a later boundary. What another process left in the store is applied from the next
+        boundary on.
         """
         if self._first_commit:
             self._launcher.recover_later()
@@ -228,6 +230,13 @@ class Session:
         with self._lock:
             if not self.closed:
                 self._serving.begin(self._token, lease_s)
+
+    def _lease(self, due_s: float) -> float | None:
+        """For how many seconds the turn goes on at most; ``None``, a turn's own lease, where that was not said."""
+        if isinstance(due_s, int | float) and not isinstance(due_s, bool) and due_s >= 0:
+            return due_s
+        self._conversation.error(ConfigurationError(f"due_s={due_s!r}: expected seconds, 0 or more"), "observe")
+        return None
 
     # -- explicit work ---------------------------------------------------------------------------------------
 
@@ -311,6 +320,18 @@ class Session:
         """:meth:`foreground` for synchronous callers. It waits for nothing."""
         with self._calls.watched(self._token) as call:
             yield call
+
+    def turn_begins(self) -> None:
+        """A model call is due with a view that :meth:`commit` gave before: it is tried again, or goes on after a pause.
+
+        The turn goes on as after a commit, until the next :meth:`observe` or :meth:`turn_over`. Never raises.
+        """
+        try:
+            with self._lock:
+                if not self.closed:
+                    self._begins()
+        except Exception as error:
+            self._conversation.error(error, "turn_begins")
 
     def turn_over(self) -> None:
         """No model call of this turn is due any more, and there is nothing new to :meth:`observe`."""
@@ -447,6 +468,10 @@ class Session:
             self._runtime.flights.promote(handle.flight)
             self._serving.poke()
 
+    def release_handle(self, handle: LookaheadHandle) -> None:
+        """A turn does not wait for this handle any more."""
+        self._runtime.flights.release(handle.flight)
+
     def discard_handle(self, handle: LookaheadHandle, reason: Reason) -> None:
         """What ``handle.discard`` does."""
         with self._lock:
@@ -517,6 +542,10 @@ class Session:
         """Is any lookahead of this session under way or waiting to be committed?"""
         return any(not h.flight.plan.opening for h in self._handles.all())
 
+    def finishes(self, handle: LookaheadHandle) -> bool:
+        """Does it only finish for the store, since its branch is dead?"""
+        return self._handles.finishes(handle)
+
     def urgent(self) -> bool:
         """Is a turn waiting for one of this session's lookaheads?"""
         return any(h.promoted for h in self._handles.all())
@@ -576,12 +605,8 @@ class Session:
                     return list(messages)
                 first = False
                 if waited is None:
-                    self.used_at = self._runtime.now()
-                    self._runtime.touch(self)
-                    self._serving.begin(self._token)
+                    self._begins()
                     first, self._first_commit = self._first_commit, False
-                    if self._rest is not None:
-                        self._rest.end()
                 decided = self._boundary.decide(messages, waited)
                 if first and self.parent is not None:
                     self._serving.begun(self.branch.history.chain)
@@ -589,6 +614,14 @@ class Session:
         except Exception as error:
             self._conversation.error(error, "commit")
             return self._as_it_was(messages)
+
+    def _begins(self) -> None:
+        """A turn is in flight from now on: the session is in use, and rests no longer."""
+        self.used_at = self._runtime.now()
+        self._runtime.touch(self)
+        self._serving.begin(self._token)
+        if self._rest is not None:
+            self._rest.end()
 
     def _rested(self, messages: Sequence[Any]) -> None:
         """No turn came for ``policy.idle`` seconds. Called on the runtime's loop."""

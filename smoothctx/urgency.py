@@ -4,6 +4,9 @@ It goes out as a lookahead, or as promoted when a turn waits for it already. Whe
 server has not begun to answer, it may stand in the server's queue behind everybody else: it is then sent again, once,
 at the promoted priority. Only where the server is sure to sort by priorities, and where what it had evaluated already
 is not lost (its prefix cache is not known to be off).
+
+It goes out between the first tokens of turns: in the step in which a server evaluates a turn's prompt, that of a
+background call, however short, and each token of its answer cost the turn time.
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .endpoints import caller
+import anyio
+
+from .endpoints import Caller, caller
+
+#: seconds that a call waits for the first tokens of turns
+ASIDE_S = 5.0
 
 
 async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: int, options: Mapping[str, Any]) -> Any:
@@ -24,6 +32,8 @@ async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: i
     waiting: dict[str, Any] = ranks("lookahead") if ranks is not None else {}
     urgent: dict[str, Any] = ranks("promoted") if ranks is not None else {}
     who = caller()
+    if who is not None:
+        await _aside(who)
     if who is None or waiting == urgent:
         return await engine.complete(messages, max_tokens=max_tokens, **options)
     if not who.urgent() and who.foreground is not None and _sorts(engine):
@@ -45,6 +55,14 @@ async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: i
             return done
     level = urgent if who.urgent() else waiting
     return await engine.complete(messages, max_tokens=max_tokens, **{**options, **level})
+
+
+async def _aside(who: Caller) -> None:
+    """Wait a little while any turn waits for its first token on the same engine."""
+    foreground = who.foreground
+    if foreground is not None and foreground.prefilling and not who.urgent():
+        with anyio.move_on_after(ASIDE_S):
+            await foreground.wait_until(lambda: not foreground.prefilling or who.urgent())
 
 
 def _sorts(engine: Any) -> bool:

@@ -306,12 +306,12 @@ class Places(RuleBasedStateMachine):
         assert (binding.agent, desk.slot) == (before[::-1] if moved else before)
 
     @precondition(lambda self: self.desks)
-    @rule(data=st.data())
-    def rise(self, data: Any) -> None:
+    @rule(keep=st.booleans(), data=st.data())
+    def rise(self, keep: bool, data: Any) -> None:
         """Its summary is written."""
         pair = data.draw(st.sampled_from(self.desks))
         self.desks.remove(pair)
-        pair[0].rise(pair[1])
+        pair[0].rise(pair[1], keep=keep)
 
     @rule(k=which, warm=st.booleans())
     def committed(self, k: int, warm: bool) -> None:
@@ -335,7 +335,7 @@ class Places(RuleBasedStateMachine):
         """One place each, and none is lost."""
         held = [b.agent for b in self.sessions if b.agent is not None]
         held += [b._spare for b in self.sessions if b._spare is not None]
-        held += [b._desk.slot for b in self.sessions if b._desk is not None]
+        held += {desk: desk.slot for _, desk in self.desks}.values()
         assert len(held) == len(set(held)) == self.slots - self.engine.free()
         assert all(self.sessions[k].agent is None for k in self.closed)
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from ..errors import EngineError
+from ..errors import EngineError, EngineOverloaded
 from ..foreground import Foreground
 from ..usage import Usage
 from .binding import Prepared
@@ -34,31 +34,37 @@ Messages = Sequence[Mapping[str, Any]]
 
 #: seconds that a summariser waits for a moment without any turn on the engine
 GAP_WAIT_S = 5.0
+#: seconds that saving and restoring a slot may take
+COPY_S = 5.0
 #: seconds after which a copy that was to answer one token is taken for cold
 CHECK_S = 3.0
-#: changes of place in a row of which nothing came, after which none is tried any more on this server
+#: copies that hung, and changes of place of which nothing came, in a row: then none is tried any more on this server
 STRAYS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """A slot in which summarisers of one session write."""
+    """A slot in which summarisers of one session write, one after the other. It is theirs until the last one leaves,
+    whatever becomes of the session."""
 
     slot: int
     writers: int = 0
+    #: calls that are prepared or under way there (a second one only where it could not wait)
+    calls: int = 0
     #: it holds a copy of the agent's
     copied: bool = False
     #: it is the agent's own, and the agent is in the copy
     whole: bool = False
-    #: only one of them brings the agent's prefix
-    bringing: anyio.Lock = field(default_factory=anyio.Lock)
+    #: the copy was not warm for the agent
+    cold: bool = False
 
 
 class Aligned:
     """Prepares the calls of one session's summarisers; ``prepare`` is what ``engine.stream`` takes as ``lookahead``.
 
     ``urgent()``: a turn waits for the summary. ``turn()``: one of the session itself is in flight or due. ``view()``:
-    what the agent's next call begins with, as far as it is known.
+    what the agent's next call begins with, as far as it is known. ``spent`` is told what was used beside the call.
+    ``wanted()``: something may come of the session's lookaheads.
     """
 
     def __init__(
@@ -71,6 +77,8 @@ class Aligned:
         urgent: Callable[[], bool],
         turn: Callable[[], bool],
         view: Callable[[], Messages],
+        spent: Callable[[Usage], object],
+        wanted: Callable[[], bool],
         wait_s: float,
     ) -> None:
         self._binding = binding
@@ -81,35 +89,74 @@ class Aligned:
         self._urgent = urgent
         self._turn = turn
         self._view = view
+        self._spent = spent
+        self._wanted = wanted
         self._wait_s = wait_s
 
     @asynccontextmanager
     async def prepare(self, messages: Messages, request: Mapping[str, Any]) -> AsyncGenerator[Prepared]:
-        """Inside, the call may go out, with these options; it waits ``wait_s`` seconds at most."""
-        binding, table = self._binding, self._table
-        desk = binding.sit()
-        if desk is None:
-            yield Prepared({})
-            return
+        """Inside, the call may go out, with these options; it waits ``wait_s`` seconds at most.
+
+        Raises:
+            EngineOverloaded: the server has asked to be left alone.
+        """
+        binding, foreground = self._binding, self._foreground
+        warmth, evaluated, prepared = Warmth(), 0, False
+        seat: list[Desk] = []
+        more: int | None = 0
         try:
-            warmth = Warmth()
-            evaluated: int | None = 0
             with anyio.move_on_after(self._wait_s):
-                await self._gap()
-                async with desk.bringing:
-                    await self._bring(desk, request)
-                if not desk.whole and not (desk.copied and table.copies_keep):
-                    evaluated = await self._evaluate(desk, messages, request, warmth)
+                await self._seat(seat)
+                if seat:
+                    desk, extends = seat[0], self._extends(messages)
+                    if extends:
+                        await self._gap()
+                    await foreground.wait_until(lambda: not desk.calls)
+                    desk.calls, prepared = desk.calls + 1, True
+                    if extends:
+                        evaluated = await self._bring(desk, request)
+                    if not desk.whole and not (desk.copied and self._table.copies_keep):
+                        more = await self._evaluate(desk, messages, request, warmth)
+            if not seat:
+                yield Prepared(await self._own_slot())
+                return
+            desk = seat[0]
+            if not prepared:
+                desk.calls += 1
+                prepared = True
             own = {"id_slot": desk.slot, "cache_prompt": True}
-            if not binding.at(desk):  # the slots went back meanwhile
-                yield Prepared({})
-            elif warmth.begun:
-                yield Prepared(own, evaluated or None)  # nothing: there was no time for all of it
+            if warmth.begun:
+                yield Prepared(own, more + evaluated if more else None)  # nothing: there was no time for all of it
             else:
-                yield Prepared(own, seen=lambda usage: self._judge(desk, usage))
+                yield Prepared(own, evaluated, seen=lambda usage: self._judge(desk, usage))
         finally:
-            binding.rise(desk)
-            self._foreground.poke()  # a preload may wait for its slot
+            for desk in seat:
+                desk.calls -= prepared
+                binding.rise(desk, keep=self._wanted())
+            foreground.poke()  # a preload may wait for its slot, another summariser for its place
+
+    async def _seat(self, seat: list[Desk]) -> None:
+        """A place to write, once there is one; a turn that waits has no time for that."""
+
+        def free() -> bool:
+            if not seat and (desk := self._binding.sit()) is not None:
+                seat.append(desk)
+            return bool(seat) or self._urgent() or self._binding.agent is None
+
+        await self._foreground.wait_until(free)
+
+    async def _own_slot(self) -> Mapping[str, Any]:
+        """No slot is free: the session's own is taken rather than that of another agent, which a server that chooses
+        by itself might take."""
+        with anyio.move_on_after(self._wait_s):
+            await self._foreground.wait_until(lambda: not self._turn() or self._urgent())
+        agent = self._binding.agent
+        return {} if agent is None else {"id_slot": agent, "cache_prompt": True}
+
+    def _extends(self, messages: Messages) -> bool:
+        """Does this prompt begin as the agent's?"""
+        view = self._view()
+        return not view or not messages or view[0] == messages[0]
 
     async def _gap(self) -> None:
         foreground, urgent = self._foreground, self._urgent
@@ -117,33 +164,40 @@ class Aligned:
             await foreground.wait_until(lambda: not foreground.busy or urgent())
         await foreground.wait_until(lambda: not self._turn() or urgent())
 
-    async def _bring(self, desk: Desk, request: Mapping[str, Any]) -> None:
+    async def _bring(self, desk: Desk, request: Mapping[str, Any]) -> int:
         """What the agent's slot holds, once for all that write there, while it is at rest: the server would not copy
-        it before its turn ends."""
+        it before its turn ends. How many tokens that took."""
         binding = self._binding
-        if desk.copied or desk.whole or not binding.at(desk):
-            return
+        if desk.copied or desk.whole or desk.calls > 1 or self._turn() or not binding.at(desk):
+            return 0
         desk.copied = await self._copy(binding.agent, desk.slot)
         if desk.copied and self._table.copies_keep is not True:
-            await self._change_places(desk, request)
+            return await self._change_places(desk, request)
+        return 0
 
     async def _copy(self, source: int | None, target: int) -> bool:
+        table = self._table
+        if table.hung >= STRAYS:
+            return False
         file = {"filename": f"to-slot-{target}.bin"}  # overwritten by the next copy: no more files than slots
-        try:
-            await self._engine.post_json(f"/slots/{source}?action=save", file)
-            await self._engine.post_json(f"/slots/{target}?action=restore", file)
-        except EngineError:
-            return False  # without the copy the prompt is evaluated anew: slower, never wrong
-        return True
+        with anyio.move_on_after(COPY_S) as scope:
+            try:
+                await self._engine.post_json(f"/slots/{source}?action=save", file)
+                await self._engine.post_json(f"/slots/{target}?action=restore", file)
+            except EngineError as error:
+                _left_alone(error)
+                return False  # without the copy the prompt is evaluated anew: slower, never wrong
+        table.hung = table.hung + 1 if scope.cancelled_caught else 0
+        return not scope.cancelled_caught
 
-    async def _change_places(self, desk: Desk, request: Mapping[str, Any]) -> None:
+    async def _change_places(self, desk: Desk, request: Mapping[str, Any]) -> int:
         """The agent to the copy, the summariser to the agent's own slot, if that does the agent no harm."""
         table, binding, foreground = self._table, self._binding, self._foreground
         view = list(self._view())
         # The slot ends with the last reply: whatever came after it was not sent.
         replies = [k for k, m in enumerate(view) if m.get("role") == "assistant"]
         if not replies or binding.away or table.strays >= STRAYS:
-            return
+            return 0
         prompt = valid(view[: replies[-1] + 1], view)
         options = {k: v for k, v in request.items() if k not in ("tool_choice", "max_tokens")}
         options |= {"id_slot": desk.slot, "cache_prompt": True}
@@ -152,16 +206,24 @@ class Aligned:
             return not binding.at(desk) or self._turn() or (foreground.prefilling and not self._urgent())
 
         desk.copied = False  # for as long as it is not known what comes of it
+        reply = None
         with anyio.move_on_after(CHECK_S) as scope, foreground.warming():
             try:
                 reply = await foreground.unless(stop, partial(self._engine.prefill, prompt, **options))
-            except EngineError:
+            except EngineError as error:
+                _left_alone(error)
                 table.strays += 1
-                return
+                return 0
         if scope.cancelled_caught:
             table.strays += 1
-        elif reply is not None:
-            desk.whole = binding.change_places(desk, unless=self._turn)
+        if scope.cancelled_caught or reply is None:
+            return 0
+        usage: Usage = reply.usage
+        self._spent(usage)
+        desk.cold = not _mostly_cached(usage)
+        table.strays += desk.cold
+        desk.whole = desk.calls == 1 and binding.change_places(desk, unless=self._turn)
+        return usage.input_tokens - (usage.cached_tokens or 0) if desk.cold else 0
 
     async def _evaluate(self, desk: Desk, messages: Messages, request: Mapping[str, Any], warmth: Warmth) -> int | None:
         """Evaluate what the copy has not brought of a summariser's prompt as a preload, which gives way to turns: a
@@ -172,6 +234,7 @@ class Aligned:
             nonlocal first
             reply = await self._engine.prefill(part, **{**request, "id_slot": desk.slot, "cache_prompt": True})
             first = first or reply.usage
+            self._spent(reply.usage)
             return reply
 
         try:
@@ -179,12 +242,13 @@ class Aligned:
                 send,
                 lambda: messages,
                 foreground=self._foreground,
-                needed=lambda: self._binding.at(desk) and not self._urgent(),
+                needed=lambda: not self._urgent(),
                 keeps=True,
                 warmth=warmth,
                 known_rate=self._engine.rates.prefill,
             )
-        except EngineError:
+        except EngineError as error:
+            _left_alone(error)
             return None  # the call itself will tell
         if report.aborted or first is None or first.cached_tokens is None:
             return None
@@ -196,8 +260,21 @@ class Aligned:
         keeps there no more than in a copy)?"""
         if usage.cached_tokens is None:
             return
-        there = usage.cached_tokens * 2 > usage.input_tokens
-        if desk.whole:
-            self._table.strays = 0 if there else self._table.strays + 1
+        there = _mostly_cached(usage)
+        if desk.whole and not there:
+            self._table.strays += 1
+        elif desk.whole and not desk.cold:
+            self._table.strays = 0
         elif desk.copied:
             self._table.copies_keep = there
+
+
+def _left_alone(error: EngineError) -> None:
+    """Does the server ask for that? Then nothing more is sent now, the summary neither."""
+    if isinstance(error, EngineOverloaded) and error.status in (429, 503):
+        raise error
+
+
+def _mostly_cached(usage: Usage) -> bool:
+    """Where the server does not tell, it is taken for cached."""
+    return usage.cached_tokens is None or usage.cached_tokens * 2 > usage.input_tokens

@@ -46,12 +46,15 @@ class EngineBinding(Protocol):
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
         view: View = tuple,
+        spent: Callable[[Usage], object] = lambda usage: None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Mapping[str, Any]:
         """Options of a summariser's call that extends the agent's cached prefix.
 
         ``urgent()`` says that a turn waits for it: it then keeps out of nobody's way. ``turn()``: is one of the session
         itself in flight or due? (``None``: as ``foreground`` says.) It waits for turns ``wait_s`` seconds at most.
-        ``view()`` is what the agent's next call begins with, as far as it is known.
+        ``view()`` is what the agent's next call begins with, as far as it is known. ``spent`` is told of what is used
+        beside the call itself. ``wanted()``: may anything still be committed of what the session works on?
         """
         ...
 
@@ -139,6 +142,8 @@ class Binding:
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
         view: View = tuple,
+        spent: Callable[[Usage], object] = lambda usage: None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Mapping[str, Any]:
         """The salt, and the priority of what a turn waits for, or of a lookahead; :mod:`smoothctx.urgency` renews that
         one with each call."""

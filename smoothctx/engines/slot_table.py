@@ -25,6 +25,8 @@ class SlotTable:
         self.copies_keep: bool | None = None
         #: copies in a row to which an agent could not go, or went for nothing
         self.strays = 0
+        #: copies in a row that took too long
+        self.hung = 0
         #: sessions that are open
         self.sessions = 0
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
 from ..foreground import Foreground
+from ..usage import Usage
 from ..work import MAX_DEFER_S
 from .aligned import Aligned, Desk
 from .binding import View
@@ -62,8 +63,11 @@ class SlotBinding:
         return self._preloader.rate
 
     def request_options(self) -> Mapping[str, Any]:
-        """The agent's slot."""
-        agent = self._agent
+        """The agent's slot; a session that found none when it was opened takes one as soon as one is free."""
+        with self._lock:
+            if self._agent is None and self._counted:
+                self._agent = self.table.take()
+            agent = self._agent
         return {} if agent is None else {"id_slot": agent, "cache_prompt": True}
 
     def transform_options(
@@ -74,6 +78,8 @@ class SlotBinding:
         turn: Callable[[], bool] | None = None,
         wait_s: float = MAX_DEFER_S,
         view: View = tuple,
+        spent: Callable[[Usage], object] = lambda usage: None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Mapping[str, Any]:
         """Run the summariser on what the agent's slot holds (``engine.stream`` understands it); see ``Aligned``."""
         aligned = Aligned(
@@ -84,6 +90,8 @@ class SlotBinding:
             urgent=urgent,
             turn=turn if turn is not None else lambda: foreground.busy,
             view=view,
+            spent=spent,
+            wanted=wanted,
             wait_s=wait_s,
         )
         return {"lookahead": aligned.prepare}
@@ -131,16 +139,17 @@ class SlotBinding:
             self._desk.writers += 1
             return self._desk
 
-    def rise(self, desk: Desk) -> None:
-        """The last one leaves the slot for the view that comes of it."""
+    def rise(self, desk: Desk, *, keep: bool) -> None:
+        """The last one leaves the slot for the view that comes of it; to ``keep`` it means that one may."""
         with self._lock:
             desk.writers -= 1
-            if self._desk is desk and not desk.writers:
-                self._desk = None
-                if self._spare is None:
-                    self._spare, self.aligned = desk.slot, True
-                else:
-                    self._give(desk.slot)
+            if desk.writers:
+                return
+            mine, self._desk = self._desk is desk, None if self._desk is desk else self._desk
+            if mine and keep and self._spare is None:
+                self._spare, self.aligned = desk.slot, True
+            else:
+                self._give(desk.slot)
 
     async def preload(
         self,
@@ -213,9 +222,7 @@ class SlotBinding:
         """What the spare slot holds is of no use."""
         with self._lock:
             self._give_spare()
-            if self._desk is not None:
-                self._give(self._desk.slot)
-                self._desk = None
+            self._desk = None  # its slot goes back when the last one leaves it
 
     def opening(self) -> SlotBinding:
         """Of a sub-agent that has not begun: it has no slot but the one in which its opening is warmed."""

@@ -19,7 +19,7 @@ from ..errors import (
     refuses_messages,
 )
 from ..retry import retry_after
-from ..usage import Usage
+from ..usage import Usage, token_count
 
 #: HTTP statuses after which the same request may work later
 _RETRYABLE = frozenset({408, 409, 425, 429})
@@ -144,11 +144,11 @@ def read_usage(usage: object) -> Usage:
 
     Cached tokens only where the server reported them; more of them than the prompt has are no report.
     """
-    prompt = _count(_field(usage, "prompt_tokens", "input_tokens")) or 0
-    cached = _count(_field(_field(usage, "prompt_tokens_details", "input_tokens_details"), "cached_tokens"))
+    prompt = token_count(_field(usage, "prompt_tokens", "input_tokens")) or 0
+    cached = token_count(_field(_field(usage, "prompt_tokens_details", "input_tokens_details"), "cached_tokens"))
     return Usage(
         input_tokens=prompt,
-        output_tokens=_count(_field(usage, "completion_tokens", "output_tokens")) or 0,
+        output_tokens=token_count(_field(usage, "completion_tokens", "output_tokens")) or 0,
         cached_tokens=None if cached is None or cached > prompt else cached,
         calls=1,
     )
@@ -158,10 +158,6 @@ def _field(value: object, *names: str) -> Any:
     """The first of these that is there."""
     given = (value.get(n) if isinstance(value, Mapping) else getattr(value, n, None) for n in names)
     return next((v for v in given if v is not None), None)
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def error_text(body: Any) -> str:

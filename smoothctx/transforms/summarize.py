@@ -270,10 +270,13 @@ class _Run:
         return [system, {"role": "user", "content": f"{user['content']}\n\n{text}"}]
 
     def _request_options(self) -> Mapping[str, Any]:
-        """What makes the request reuse the agent's prefix; tools are shown for that alone."""
-        if self.options.layout != "aligned" or not self.model.is_engine:
+        """What makes the request reuse the agent's prefix; tools are shown for that alone. One that does not extend it
+        gets a place in which it is in nobody's way, all the same."""
+        if not self.model.is_engine:
             return {}
         options = dict(self.request.options)
+        if self.options.layout != "aligned":
+            return {k: v for k, v in options.items() if k == "lookahead"}
         if options.get("tools"):
             options["tool_choice"] = "none"
         return options
