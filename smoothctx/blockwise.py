@@ -118,21 +118,41 @@ class Blockwise:
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def consider(
-        self, messages: Sequence[Any], drop: Drop, sync: Callable[[Sequence[Any]], Any], *, due: bool = False
+        self,
+        messages: Sequence[Any],
+        drop: Drop,
+        sync: Callable[[Sequence[Any]], Any],
+        *,
+        due: bool = False,
+        starts: bool = True,
     ) -> LookaheadHandle | None:
         """Start what is filled. Returns the first live handle; with ``due`` the one that is worth waiting for.
 
-        ``sync`` reads the messages again: what is given to a flight must be what was digested.
+        ``sync`` reads the messages again: what is given to a flight must be what was digested. ``starts``: may anything
+        be started?
         """
         try:
-            return self._consider(messages, drop, due)
+            return self._consider(messages, drop, due, starts)
         except _Edited:
             sync(messages)
-            return self._consider(messages, drop, due)
+            return self._consider(messages, drop, due, starts)
 
-    def _consider(self, messages: Sequence[Any], drop: Drop, due: bool) -> LookaheadHandle | None:
+    def _consider(self, messages: Sequence[Any], drop: Drop, due: bool, starts: bool) -> LookaheadHandle | None:
         if self._session.branch.applied is not self._tidied:
             self._tidy(drop)
+        if starts:
+            self._start_filled(messages, drop, due)
+        live = self.handles
+        if live:
+            self._serving.follow(messages)
+            self._warm(messages)
+        if not due:
+            return live[0] if live else None
+        waiting = [h for h in live if h.state in WORKING]
+        merging = self._merging
+        return merging if merging in waiting else next(iter(waiting), None)
+
+    def _start_filled(self, messages: Sequence[Any], drop: Drop, due: bool) -> None:
         pieces, rest = self.pieces(messages)
         working = sum(h.state in WORKING for h in self._handles)
         for k, piece in enumerate(pieces):
@@ -147,17 +167,6 @@ class Blockwise:
         idle = all(p.progress in (Progress.COMMITTED, Progress.FAILED) for p in pieces) and self._merging is None
         if (reached or due) and idle:
             self._start_rest(messages, pieces, rest)
-        live = self.handles
-        if live:
-            self._serving.follow(messages)
-            self._warm(messages)
-        if not due:
-            return live[0] if live else None
-        waiting = [h for h in live if h.state in WORKING]
-        for handle in waiting:
-            handle.promote()
-        merging = self._merging
-        return merging if merging in waiting else next(iter(waiting), None)
 
     def _tidy(self, drop: Drop) -> None:
         """Drop what something else has overtaken."""

@@ -83,7 +83,6 @@ class Boundary:
         elif policy.overrun == "promote" and waited is None:
             handle = self._trigger.consider(messages, None, due=True)
             if handle is not None and handle.state in WORKING and self.patience(handle) > 0:
-                handle.promote()
                 return handle
         self._fall_back(messages, waited or 0.0)
         return self._following.sent(messages)
@@ -175,6 +174,7 @@ class Boundary:
         before, expected = branch.tokens, expected or verdict.of_commit(conversation, [artifact], messages)
         branch.apply(artifact, messages)
         self._outgrown = False
+        self._trigger.committed()
         self._keep_pace(handle)
         self._shelf.commit(artifact)
         handle.move(HandleState.COMMITTED)
@@ -407,6 +407,7 @@ class Boundary:
             conversation.receipt(artifact, "fallback", before, waited)
             saved = before - branch.tokens
             conversation.emit("fallback.applied", start=run.start, end=run.end, saved=saved, waited_s=waited)
+            self._trigger.give_up_place()
             break
         if not branch.fits(policy):
             conversation.say(

@@ -6,6 +6,7 @@ is given with every call.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from enum import StrEnum
 
@@ -71,10 +72,14 @@ class CircuitBreaker:
         """May work start? After the cooldown the first to ask becomes the probe."""
         if self._opened_at is None:
             return True
-        if self._probing or self.retry_in(now) > 0:
+        if self.rests_s(now) > 0:
             return False
         self._probing = True
         return True
+
+    def rests_s(self, now: float) -> float:
+        """Seconds for which nothing may start; ``inf`` while a probe is under way, whose end decides."""
+        return math.inf if self._probing else self.retry_in(now)
 
     def success(self, now: float) -> None:
         """Work came to its result: closed, and every earlier failure is forgotten."""
@@ -122,6 +127,11 @@ class Breakers:
             breaker = self._held[key] = CircuitBreaker(self._threshold, self._cooldown_s)
         self._held.move_to_end(key)
         return breaker
+
+    def rests_s(self, key: str, now: float) -> float:
+        """See :meth:`CircuitBreaker.rests_s`; asking changes nothing."""
+        breaker = self._held.get(key)
+        return 0.0 if breaker is None else breaker.rests_s(now)
 
     def resting(self) -> int:
         """How many are open or half-open."""

@@ -1,8 +1,10 @@
 """Endpoints: one model endpoint serves many agents. A bounded, fair lane for the calls of transforms to each.
 
 Calls beyond the limit wait: those that a turn waits for first, then fairly between tenants and between the sessions of
-one tenant (whoever has the fewest calls in flight, then whoever was served longest ago). The queue is bounded too: what
-does not fit ends as ``queue_full``. All of it happens on the runtime's loop; nothing is held over a call but its place.
+one tenant (whoever has the fewest calls in flight, then whoever was served longest ago). The queue is bounded too: when
+it is full, the tenant with the most calls in it loses one (of its sessions the one with the most), but none that a turn
+waits for as long as another can make room. What does not fit ends as ``queue_full``. All of it happens on the runtime's
+loop; nothing is held over a call but its place.
 
 The limit adapts. An overloaded server (429, 5xx) halves it, once for all the calls that were in flight together; so
 does, on a hosted API, a call that ended while the foreground's first tokens came late. Each success raises it a little,
@@ -90,9 +92,13 @@ def _key(model: Any, identity: str | None) -> Hashable:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
+    tenant: str
+    session: str
     turn: asyncio.Future[None]
     urgent: Callable[[], bool]
     queued: bool = True
+    #: its place in the queue was needed
+    refused: bool = False
 
 
 class Endpoint:
@@ -175,11 +181,11 @@ class Endpoint:
             self._limit, self._cut_at = max(1.0, self._limit / 2), now
 
     async def _wait(self, tenant: str, session: str, urgent: Callable[[], bool]) -> None:
-        if self._count >= self.max_waiting:
-            raise EndpointFull(f"{self._count} calls wait for this endpoint already")
         if self.rests_s > REST_WAIT_S:
             raise EndpointFull(f"this endpoint has asked for {self.rests_s:.0f} s without calls")
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), urgent)
+        waiter = _Waiter(tenant, session, asyncio.get_running_loop().create_future(), urgent)
+        if self._count >= self.max_waiting:
+            self._make_room(waiter)
         self._waiting.setdefault(tenant, OrderedDict()).setdefault(session, deque()).append(waiter)
         self._count += 1
         self._set_timer()
@@ -187,11 +193,37 @@ class Endpoint:
             await waiter.turn
         except asyncio.CancelledError:
             if waiter.queued:
-                self._remove(tenant, session, waiter)
+                self._remove(waiter)
                 self._set_timer()
-            elif not waiter.turn.cancelled():
+            elif not waiter.turn.cancelled() and not waiter.refused:
                 self._leave(tenant, session)  # it was given a place at the same moment
             raise
+        if waiter.refused:
+            raise self._full()
+
+    def _full(self) -> EndpointFull:
+        return EndpointFull(f"{self._count} calls wait for this endpoint already")
+
+    def _make_room(self, newcomer: _Waiter) -> None:
+        """The queue is full. One of those that have the most in it goes: no urgent one if another can, and the newcomer
+        itself, with an error, if it is one of these."""
+        waiting = [w for sessions in self._waiting.values() for waiters in sessions.values() for w in waiters]
+        everybody = [*waiting, newcomer]
+        candidates = [w for w in everybody if not w.urgent()] or everybody
+        tenants = Counter(w.tenant for w in candidates)
+        sessions = Counter((w.tenant, w.session) for w in candidates)
+
+        def share(waiter: _Waiter) -> tuple[int, int]:
+            return tenants[waiter.tenant], sessions[waiter.tenant, waiter.session]
+
+        most = max(map(share, candidates))
+        victim = [w for w in candidates if share(w) == most][-1]  # of several the newcomer, else one that came late
+        if victim is newcomer:
+            raise self._full()
+        self._remove(victim)
+        victim.refused = True
+        if not victim.turn.cancelled():  # else it is about to notice
+            victim.turn.set_result(None)
 
     def _enter(self, tenant: str, session: str) -> None:
         self.in_flight += 1
@@ -208,10 +240,10 @@ class Endpoint:
 
     def _fill(self) -> None:
         while self.in_flight < self.limit and self._count and not self.rests_s:
-            tenant, session, waiter = self._next()
-            self._remove(tenant, session, waiter)
+            waiter = self._next()
+            self._remove(waiter)
             if not waiter.turn.cancelled():  # else it is about to notice
-                self._enter(tenant, session)
+                self._enter(waiter.tenant, waiter.session)
                 waiter.turn.set_result(None)
 
         self._set_timer()
@@ -224,18 +256,19 @@ class Endpoint:
         if self._count and self.rests_s:
             self._timer = asyncio.get_running_loop().call_later(self.rests_s, self._fill)
 
-    def _next(self) -> tuple[str, str, _Waiter]:
-        for tenant, sessions in self._waiting.items():
-            for session, waiters in sessions.items():
+    def _next(self) -> _Waiter:
+        for sessions in self._waiting.values():
+            for waiters in sessions.values():
                 for waiter in waiters:
                     if waiter.urgent():
-                        return tenant, session, waiter
+                        return waiter
         tenant = min(self._waiting, key=lambda t: self._running[t])
         session = min(self._waiting[tenant], key=lambda s: self._running[tenant, s])
-        return tenant, session, self._waiting[tenant][session][0]
+        return self._waiting[tenant][session][0]
 
-    def _remove(self, tenant: str, session: str, waiter: _Waiter) -> None:
+    def _remove(self, waiter: _Waiter) -> None:
         """It waits no longer; its tenant and session go behind the others."""
+        tenant, session = waiter.tenant, waiter.session
         sessions = self._waiting[tenant]
         sessions[session].remove(waiter)
         waiter.queued = False

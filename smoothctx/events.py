@@ -66,6 +66,8 @@ class Event:
     - ``lookahead.started``, ``lookahead.running``, ``lookahead.ready``, ``lookahead.promoted``,
       ``lookahead.committed``, ``lookahead.discarded`` (with ``reason``), ``lookahead.failed`` (with ``error``)
       (``lookahead.ready`` has ``warm``, and ``cached_share`` of the prompts behind it, ``None`` where unreported)
+    - ``lookahead.resting`` (``transform``, ``rests_s``; ``None``: it is being tried again): nothing is started, since
+      the transform failed too often; once for each session until it is tried again
     - ``lookahead.judged`` (with ``score``, ``missed``, ``faithful``), ``lookahead.unjudged`` (``why``): a judge's;
       ``speculation.default`` (with ``why``): the first candidate was used, since the choice was of no use
     - ``session.opened`` (``transform``, its ``locality`` and ``discard`` are the policy's; ``engine``: URL and model)

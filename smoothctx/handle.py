@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from .cuts import Run
@@ -36,7 +37,6 @@ class LookaheadHandle:
         self.explicit = explicit
         self.receipt: Receipt | None = None
         self.error: Exception | None = None
-        self.promoted = False
         #: a turn has waited for it at the hard limit for as long as it may
         self.waited_out = False
         #: messages that the history had when it was started: what came later is its future
@@ -47,6 +47,8 @@ class LookaheadHandle:
         self._flight = flight
         self._state = HandleState.PENDING
         self._reason: Reason | None = None
+        self._asked = False  # the caller has promoted it
+        self._turns = 0  # that wait for it now
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._on_result: list[Callable[[], None]] = []
@@ -157,9 +159,28 @@ class LookaheadHandle:
         return self._session.commit_handle(self, messages)
 
     def promote(self) -> None:
-        """Move it to the front of the queue: its commit is due."""
-        self.promoted = True
+        """Move it to the front of the queue: its commit is due. It stays there."""
+        self._asked = True
         self._session.promote_handle(self)
+
+    @property
+    def promoted(self) -> bool:
+        """Is it at the front of the queue: was it promoted by the caller, or does a turn wait for it now?"""
+        return self._asked or self._turns > 0
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """A turn waits for it inside: it is promoted for that long. However the wait ends, what nobody waits for any
+        more must not stand before the work of others."""
+        with self._lock:
+            self._turns += 1
+        self._session.promote_handle(self)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._turns -= 1
+            self._session.release_handle(self)
 
     def discard(self, reason: Reason = Reason.CANCELLED) -> None:
         """Drop it; work that nobody else needs is cancelled. No effect once it is final."""

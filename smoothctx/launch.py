@@ -6,7 +6,8 @@ The session decides; the launcher carries out. It holds no state of the branch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from .flight import Flight, Plan, dump_artifact, load_artifact
 from .handle import LookaheadHandle
 from .local import LocalRewrites, offload_of
 from .serving import Serving
-from .states import HandleState
+from .states import WORKING, HandleState
 from .tokens import count_text
 from .transforms import named_transforms
 from .transforms.base import Transform, fingerprint
@@ -152,11 +153,13 @@ class Launcher:
         due: float | None,
         cap: int | None = None,
         readable: Sequence[Edit] | None = None,
+        waited_s: float = 0.0,
     ) -> LookaheadHandle:
         """Make a handle, and start its flight or join the one that is under way.
 
         With ``cap`` the run is one block, whose result may have that many tokens and has to be smaller than the block;
-        ``readable`` are the edits with which it is read, by default those of the view.
+        ``readable`` are the edits with which it is read, by default those of the view. ``waited_s``: seconds that the
+        one has waited in the queue whose place it takes.
         """
         session, runtime = self._session, self._runtime
         opening = isinstance(transform, Isolate)
@@ -192,7 +195,7 @@ class Launcher:
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._serving.follow(messages)
-        runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s)
+        runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s)
         return handle
 
     def _plan(
@@ -228,7 +231,7 @@ class Launcher:
             context_tokens=policy.context_window,
             max_tokens=cap,
             missed=session.missed(history.chain[run.start]),
-            options=self._serving.aligned(transform),
+            options=self._serving.aligned(transform, key),
         )
         carried = {*pins, *message_pins(request.messages, codec)}  # they stay in any case
         shown_tokens = history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits)
@@ -356,26 +359,37 @@ class Launcher:
 
     async def wait_for(self, handle: LookaheadHandle, patience: float) -> None:
         """Wait at the hard limit until the handle has a result, at most ``patience`` seconds; not once it is known that
-        none comes in time."""
+        none comes in time. It is promoted for that long, with all others that the turn could use."""
         left = patience
-        while self._may_come(handle, left):
-            span = min(left, LOOK_S)
-            try:
-                return await handle.wait_result(span)
-            except TimeoutError:
-                left -= span
-        handle.waited_out = 0 < patience and left <= 0
+        with self._awaited(handle):
+            while self._may_come(handle, left):
+                span = min(left, LOOK_S)
+                try:
+                    return await handle.wait_result(span)
+                except TimeoutError:
+                    left -= span
+            handle.waited_out = 0 < patience and left <= 0
 
     def wait_for_sync(self, handle: LookaheadHandle, patience: float) -> None:
         """:meth:`wait_for` for synchronous callers."""
         left = patience
-        while self._may_come(handle, left):
-            span = min(left, LOOK_S)
-            try:
-                return handle.wait_result_sync(span)
-            except TimeoutError:
-                left -= span
-        handle.waited_out = 0 < patience and left <= 0
+        with self._awaited(handle):
+            while self._may_come(handle, left):
+                span = min(left, LOOK_S)
+                try:
+                    return handle.wait_result_sync(span)
+                except TimeoutError:
+                    left -= span
+            handle.waited_out = 0 < patience and left <= 0
+
+    @contextmanager
+    def _awaited(self, handle: LookaheadHandle) -> Iterator[None]:
+        """A turn waits inside: for this one, and of blocks for all that are under way."""
+        working = [h for h in self._session.lookaheads if h.state in WORKING and h is not handle]
+        with ExitStack() as stack:
+            for one in (handle, *working):
+                stack.enter_context(one.awaited())
+            yield
 
     def _may_come(self, handle: LookaheadHandle, left: float) -> bool:
         return left > 0 and self._serving.away_s(handle.flight) < left

@@ -27,7 +27,23 @@ from .breaker import Breakers
 from .errors import ClosedError, ConfigurationError
 from .foreign import background_context, spawn
 from .retry import RetryBudget, jitter
-from .scheduler import Cancel, Close, Defer, Drop, Finish, Idle, Job, Lane, Promote, Start, Stop, Submit, Tick, Wake
+from .scheduler import (
+    Cancel,
+    Close,
+    Defer,
+    Demote,
+    Drop,
+    Finish,
+    Idle,
+    Job,
+    Lane,
+    Promote,
+    Start,
+    Stop,
+    Submit,
+    Tick,
+    Wake,
+)
 from .states import Reason
 from .work import (
     MAX_DEFER_S,
@@ -67,7 +83,7 @@ class TaskPool:
 
     Args:
         concurrency: works that run at once.
-        max_pending: works that wait at most; what does not fit ends as ``queue_full``.
+        max_pending: works that wait at most; of more the latest of the tenant that has the most ends as ``queue_full``.
         clock: seconds, monotonic.
         admission: asked before each work starts.
         on_error: called with an error that was kept from everybody, and where it happened.
@@ -249,8 +265,18 @@ class TaskPool:
         self._do(_Command(self._submit, work))
 
     def promote(self, work: Work) -> None:
-        """Move a work to the front: a turn waits for it. Nothing happens if it has started or ended."""
+        """Move a work to the front: a turn waits for it. Nothing happens if it has ended."""
         self._do(_Command(self._promote, work))
+
+    def demote(self, work: Work) -> None:
+        """Put a work back to where it was before :meth:`promote`, unless somebody wants it (``work.wanted()``) by the
+        time that this is carried out."""
+        self._do(_Command(self._demote, work))
+
+    def rests_s(self, breaker_key: str) -> float:
+        """Seconds for which works of this key are known not to be started, since they failed too often; ``inf`` while
+        one of them is tried. From any thread."""
+        return self._worker.breakers.rests_s(breaker_key, self._now())
 
     def cancel(self, work: Work, reason: Reason = Reason.CANCELLED) -> None:
         """End a work with this reason. One that runs is cancelled, and its outcome comes when it has stopped."""
@@ -322,6 +348,7 @@ class TaskPool:
             child=work.child,
             due=work.due,
             patience_s=work.patience_s,
+            waited_s=work.waited_s,
             lane=lane,
         )
         self._step(Submit(now=self._now(), job=job))
@@ -331,6 +358,12 @@ class TaskPool:
         if entry is not None:
             entry.promoted = work.promoted = True
             self._step(Promote(now=self._now(), job_id=entry.id))
+
+    def _demote(self, work: Work, _: Reason) -> None:
+        entry = self._by_work.get(work)
+        if entry is not None and entry.promoted and not work.wanted():
+            entry.promoted = work.promoted = False
+            self._step(Demote(now=self._now(), job_id=entry.id))
 
     def _cancel(self, work: Work, reason: Reason) -> None:
         entry = self._by_work.get(work)

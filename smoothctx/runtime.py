@@ -55,7 +55,8 @@ class Runtime:
         concurrency: lookaheads that run at once. One that takes far longer than usual (60 s where that is unknown)
             gives its slot to one that waits, and goes on; ``concurrency`` at most do so at the same time. One whose
             result only waits to be preloaded holds none: 64 at most do so, each for its policy's ``timeout``.
-        max_pending: lookaheads that wait at most; more are discarded as ``queue_full``.
+        max_pending: lookaheads that wait at most; of more the latest of the tenant that has the most is discarded as
+            ``queue_full``.
         endpoint_concurrency: calls of transforms in flight to one model endpoint, of all sessions together; an
             engine's own ``max_in_flight`` goes before it. More wait, fairly between tenants and sessions, and
             ``max_pending`` of them at most.

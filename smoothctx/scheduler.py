@@ -1,7 +1,7 @@
 """The scheduler: which waiting job starts next. Pure: no clock, no I/O, no tasks.
 
 :func:`step` takes the state and one event, changes the state, and returns what the owner has to do. Every way a
-job can go (submit, start, finish, defer, cancel, promote, close) passes through it.
+job can go (submit, start, finish, defer, cancel, promote, demote, close) passes through it.
 
 A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
 
@@ -13,32 +13,41 @@ A job is *waiting* (``state.queue``), *running* (``state.running``) or gone::
                  +-> Drop (queue_full, admission_denied, shutdown, a Cancel's reason) -> gone
 
 While fewer than ``concurrency`` jobs run, the next one starts; a promoted one also while fewer than ``concurrency``
-*promoted* jobs run, whatever else does: a turn waits for it, and must not wait for what only looks ahead. The next one
-is, in this order of rules:
+*promoted* jobs run (and fewer than twice that many jobs in all): a turn waits for it, and must not wait for what only
+looks ahead. When no turn waits for it any more it is demoted, and is what it was before: a lookahead that came when it
+came. The next one is, in this order of rules:
 
 1. Jobs that were deferred wait until their time; promoting one ends that.
-2. Promoted jobs, in the order of their promotion. They know no budget and no fairness: a turn waits for them.
-3. Sub-agents' budget: a tenant's sub-agents that already hold ``child_slots`` slots come after every other job
-   that could start (so nothing idles for it). A starved job (rule 5) is exempt.
+2. Promoted jobs. They know no budget: a turn waits for them.
+3. Sub-agents' budget: a tenant's sub-agents that already hold ``child_slots`` slots come after every other job of their
+   tenant that could start, and while they are not starved (rule 5) after every other tenant's too; so nothing idles for
+   it. Where their share is less than one slot (always with a ``concurrency`` of 1) they also take turns with the others
+   of their tenant: after a start of a sub-agent's job another one's goes first.
 4. Fair between tenants: starved tenants first, the one that waits longest first of them; then the tenant with the
    fewest running jobs, then the one whose last start is longest ago (never: before all others). A tenant is starved
    when one of its jobs that could start has waited longer than ``starvation_s``, and no job of it was started in that
    time. A start that admission sent back was none.
-5. Within a tenant: starved jobs without a due time (waiting longer than ``starvation_s``) first, the oldest of them
-   first; then the earliest due (none: last); then first in, first out.
+5. Within a tenant: promoted jobs in the order of their promotion. Others: starved jobs without a due time (waiting
+   longer than ``starvation_s``) first, the oldest of them first; then the earliest due (none: last); then first in,
+   first out.
+
+When one job too many waits, the tenant with the most of them that wait loses one: the one that came last if that is its
+own, else the one of its jobs that would go last. Promoted ones stay as long as a lookahead can make room.
 
 A job that hangs does not hold its slot for ever: one that runs longer than its ``patience_s`` (default ``stray_s``)
 while another one could start becomes a *stray*. It goes on, and counts as running in rule 4, but holds no slot. There
 are at most ``concurrency`` strays; beyond it a job keeps its slot. So at most three times that many jobs run.
 
 Neither does a job that has its result and only warms a cache in the idle time of others: it says so (``Idle``), and
-counts nowhere from then on. There are at most ``max_idle`` of these; of more the one whose commit is expected last is
-asked to stop. While the pool drains nothing waits for idle time.
+counts nowhere from then on. There are at most ``max_idle`` of these; of more the one whose commit is expected last, of
+the tenant that has the most, is asked to stop. While the pool drains nothing waits for idle time.
 
-The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only. One with a due time
-needs no such rule: jobs that come after that time are due later than it. And a starved tenant waits for promoted jobs
-and for one job of each tenant that waits longer than it, whatever the others have queued or hold, and however many
-tenants come for the first time. So neither a flood of one tenant nor a stream of new ones starves anybody.
+The starvation bound: within its tenant, a starved job waits for promoted and for older jobs only (a sub-agent's also
+for others by rule 3, while sub-agents hold their share). One with a due time needs no such rule: jobs that come after
+that time are due later than it. And a starved tenant waits for the jobs for which a turn waits just then, and for one
+job of each tenant that waits longer than it, whatever the others have queued or hold, and however many tenants come for
+the first time. So neither a flood of one tenant nor a stream of new ones starves anybody, and a promotion counts only
+for as long as somebody waits.
 """
 
 from __future__ import annotations
@@ -69,9 +78,10 @@ class Job:
     """One waiting or running job.
 
     ``child``: it is a sub-agent's. ``due``: when its commit is expected, in the clock's seconds, if known.
-    ``patience_s``: seconds after which it may lose its slot, ``None`` for the state's ``stray_s``.
-    ``lane``, ``queued_at``, ``order``, ``not_before``, ``deferred_at``, ``started_at`` and ``stray_at`` are kept by
-    :func:`step`.
+    ``patience_s``: seconds after which it may lose its slot, ``None`` for the state's ``stray_s``. ``waited_s``: the
+    seconds that the job has waited whose place it takes; they count as its own.
+    ``lane``, ``queued_at``, ``order``, ``raised``, ``not_before``, ``deferred_at``, ``started_at`` and ``stray_at`` are
+    kept by :func:`step`; ``raised`` is the number of its promotion, as ``order`` is that of its submission.
     """
 
     id: int
@@ -80,9 +90,11 @@ class Job:
     child: bool = False
     due: float | None = None
     patience_s: float | None = None
+    waited_s: float = 0.0
     lane: Lane = Lane.LOOKAHEAD
     queued_at: float = 0.0
     order: int = 0
+    raised: int = 0
     not_before: float = -math.inf
     deferred_at: float | None = None
     started_at: float = -math.inf
@@ -123,6 +135,14 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demote:
+    """No turn waits for this job any more."""
+
+    now: float
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """A running job's result is there; what is left of it waits for idle time and may be given up."""
 
@@ -157,7 +177,7 @@ class Close:
     drain: bool = False
 
 
-Event = Submit | Finish | Cancel | Promote | Idle | Defer | Tick | Close
+Event = Submit | Finish | Cancel | Promote | Demote | Idle | Defer | Tick | Close
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +215,11 @@ Effect = Start | Stop | Drop | Wake
 
 @dataclass(slots=True)
 class Served:
-    """What a tenant got: the number of its last start, and when the latest of its jobs that are over was started."""
+    """What a tenant got: the number of its last start, whether that was a sub-agent's job, and when the latest of its
+    jobs that are over was started."""
 
     number: int = 0
+    child: bool = False
     at: float = -math.inf
 
 
@@ -233,6 +255,11 @@ class State:
         """Slots that one tenant's sub-agents may hold while others wait: at least one."""
         return max(1, int(self.concurrency * self.child_share))
 
+    @property
+    def takes_turns(self) -> bool:
+        """Is that one slot more than their share? Then they may not have it all the time."""
+        return self.child_slots > self.concurrency * self.child_share
+
     def next_number(self) -> int:
         """Counts submissions, promotions and starts; what came first has the smaller number."""
         self.counter += 1
@@ -256,7 +283,8 @@ def step(state: State, event: Event) -> list[Effect]:
             if state.closed:
                 return [Drop(job.id, Reason.SHUTDOWN), *_wake(state)]
             newcomer = job.id
-            state.queue[job.id] = replace(job, queued_at=event.now, order=state.next_number())
+            number = state.next_number()
+            state.queue[job.id] = replace(job, queued_at=event.now - job.waited_s, order=number, raised=number)
         case Finish(job_id=job_id):
             ended = _ended(state, job_id)
             if ended is not None and (served := state.served.get(ended.tenant)) is not None:
@@ -268,6 +296,8 @@ def step(state: State, event: Event) -> list[Effect]:
                 effects.append(Stop(job_id, reason))
         case Promote(job_id=job_id):
             _promote(state, job_id)
+        case Demote(job_id=job_id):
+            _demote(state, job_id)
         case Idle(job_id=job_id):
             effects += _rest(state, job_id)
         case Defer(job_id=job_id):
@@ -285,7 +315,7 @@ def step(state: State, event: Event) -> list[Effect]:
             pass
     effects += _fill(state, event.now)
     if newcomer is not None and len(state.queue) > state.max_pending:
-        effects.append(_overflow(state, newcomer))
+        effects.append(_overflow(state, newcomer, event.now))
     return effects + _wake(state)
 
 
@@ -308,7 +338,7 @@ def _rest(state: State, job_id: int) -> list[Effect]:
     state.idle[job_id] = place.pop(job_id)
     if len(state.idle) <= state.max_idle:
         return []
-    surplus = _latest_due(state.idle.values(), job_id)
+    surplus = max(_of_the_most(state.idle.values(), job_id), key=_last_due).id
     place[surplus] = state.idle.pop(surplus)
     return [Stop(surplus, Reason.QUEUE_FULL)]
 
@@ -317,7 +347,15 @@ def _promote(state: State, job_id: int) -> None:
     for jobs in (state.queue, *_going(state)):
         job = jobs.get(job_id)
         if job is not None and job.lane is not Lane.PROMOTED:
-            jobs[job_id] = replace(job, lane=Lane.PROMOTED, order=state.next_number(), not_before=-math.inf)
+            jobs[job_id] = replace(job, lane=Lane.PROMOTED, raised=state.next_number(), not_before=-math.inf)
+
+
+def _demote(state: State, job_id: int) -> None:
+    """It is a lookahead again, in its old place. One that was started beside the others goes on."""
+    for jobs in (state.queue, *_going(state)):
+        job = jobs.get(job_id)
+        if job is not None:
+            jobs[job_id] = replace(job, lane=Lane.LOOKAHEAD)
 
 
 def _defer(state: State, event: Defer) -> list[Effect]:
@@ -345,7 +383,8 @@ def _fill(state: State, now: float) -> list[Effect]:
         del state.queue[job.id]
         patience = state.stray_s if job.patience_s is None else job.patience_s
         state.running[job.id] = replace(job, started_at=now, stray_at=now + patience)
-        state.served.setdefault(job.tenant, Served()).number = state.next_number()
+        served = state.served.setdefault(job.tenant, Served())
+        served.number, served.child = state.next_number(), job.child
         state.served.move_to_end(job.tenant)
         if len(state.served) > MAX_TENANTS:
             state.served.popitem(last=False)
@@ -358,7 +397,8 @@ def _room(state: State, job: Job) -> bool:
     if len(state.running) < state.concurrency:
         return True
     promoted = sum(other.lane is Lane.PROMOTED for other in state.running.values())
-    return job.lane is Lane.PROMOTED and promoted < state.concurrency
+    beside = promoted < state.concurrency and len(state.running) < 2 * state.concurrency
+    return job.lane is Lane.PROMOTED and beside
 
 
 def _overdue(state: State) -> list[Job]:
@@ -374,17 +414,7 @@ def _next(state: State, now: float) -> Job | None:
     """The job that the rules of this module name, if one can start."""
     ready = [job for job in state.queue.values() if job.not_before <= now]
     promoted = [job for job in ready if job.lane is Lane.PROMOTED]
-    if promoted:
-        return min(promoted, key=lambda job: job.order)
-
-    def starved(job: Job) -> bool:
-        return now - job.queued_at > state.starvation_s
-
-    def over_budget(job: Job) -> bool:
-        held = sum(other.child and other.tenant == job.tenant for other in state.running.values())
-        return job.child and not starved(job) and held >= state.child_slots
-
-    allowed = [job for job in ready if not over_budget(job)] or ready
+    allowed = promoted or _within_budget(state, ready, now)
     running = Counter(job.tenant for jobs in (state.running, state.strays) for job in jobs.values())
     since = _waiting_since(state, allowed)
 
@@ -392,11 +422,39 @@ def _next(state: State, now: float) -> Job | None:
         left_out = now - since[job.tenant] > state.starvation_s
         first = (0, since[job.tenant]) if left_out else (1, running[job.tenant])
         served = state.served.get(job.tenant)
-        late = job.due is None and starved(job)
-        wanted = job.queued_at if late else math.inf if job.due is None else job.due
-        return *first, 0 if served is None else served.number, not late, wanted, job.order
+        return *first, 0 if served is None else served.number, *_place(state, job, now)
 
     return min(allowed, key=rank, default=None)
+
+
+def _starved(state: State, job: Job, now: float) -> bool:
+    return now - job.queued_at > state.starvation_s
+
+
+def _place(state: State, job: Job, now: float) -> tuple[float, ...]:
+    """Within its tenant the job with the smallest one goes first."""
+    if job.lane is Lane.PROMOTED:
+        return 0, job.raised
+    if job.due is None and _starved(state, job, now):
+        return 1, job.queued_at, job.order
+    return 2, math.inf if job.due is None else job.due, job.queued_at, job.order
+
+
+def _within_budget(state: State, ready: list[Job], now: float) -> list[Job]:
+    """Those that sub-agents' budget lets start before the others."""
+    held = Counter(job.tenant for job in state.running.values() if job.child)
+    with_others = {job.tenant for job in ready if not job.child}
+
+    def over_budget(job: Job) -> bool:
+        if not job.child:
+            return False
+        spent = held[job.tenant] >= state.child_slots
+        if job.tenant not in with_others:
+            return spent and not _starved(state, job, now)
+        served = state.served.get(job.tenant)
+        return spent or (state.takes_turns and served is not None and served.child)
+
+    return [job for job in ready if not over_budget(job)] or ready
 
 
 def _waiting_since(state: State, waiting: Iterable[Job]) -> dict[str, float]:
@@ -414,18 +472,25 @@ def _waiting_since(state: State, waiting: Iterable[Job]) -> dict[str, float]:
     return since
 
 
-def _overflow(state: State, newcomer: int) -> Drop:
-    """The queue is one too long: who came last goes, unless it is promoted and a lookahead can make room."""
-    victim = newcomer
-    if state.queue[newcomer].lane is Lane.PROMOTED:
-        victim = _latest_due((job for job in state.queue.values() if job.lane is Lane.LOOKAHEAD), newcomer)
-    del state.queue[victim]
-    return Drop(victim, Reason.QUEUE_FULL)
+def _overflow(state: State, newcomer: int, now: float) -> Drop:
+    """The queue is one too long: the tenant that has the most in it loses one, a lookahead as long as there is one."""
+    lookaheads = [job for job in state.queue.values() if job.lane is Lane.LOOKAHEAD]
+    found = _of_the_most(lookaheads or state.queue.values(), newcomer)
+    victim = next((job for job in found if job.id == newcomer), None) or max(found, key=lambda j: _place(state, j, now))
+    del state.queue[victim.id]
+    return Drop(victim.id, Reason.QUEUE_FULL)
 
 
-def _latest_due(jobs: Iterable[Job], default: int) -> int:
-    latest = max(jobs, key=lambda job: (math.inf if job.due is None else job.due, job.order), default=None)
-    return default if latest is None else latest.id
+def _of_the_most(jobs: Iterable[Job], newcomer: int) -> list[Job]:
+    """The jobs of the tenant that has the most of these; of several such tenants the newcomer's, else any."""
+    of: dict[str, list[Job]] = {}
+    for job in jobs:
+        of.setdefault(job.tenant, []).append(job)
+    return max(of.values(), key=lambda own: (len(own), any(job.id == newcomer for job in own)))
+
+
+def _last_due(job: Job) -> tuple[float, int]:
+    return math.inf if job.due is None else job.due, job.order
 
 
 def _wake(state: State) -> list[Effect]:

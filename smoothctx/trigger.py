@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -16,7 +17,7 @@ from .handles import Handles
 from .history import Change
 from .launch import Launcher
 from .serving import Serving
-from .states import FINAL
+from .states import FINAL, HandleState, Reason
 from .transforms.base import Size, Transform
 from .transforms.isolate import Isolate
 from .turns import lagging
@@ -25,6 +26,13 @@ from .turns import lagging
 BARREN_GROWTH = 1.25
 #: part of the hard limit from which on whatever can be prepared is
 NEAR = 0.85
+#: seconds after which what has not begun waits in the queue
+WAITS_S = 1.0
+#: part of what a lookahead was to rewrite that has to be in the view still when it begins
+WORTHWHILE = 0.5
+#: what the next lookahead takes over from one that was dropped in the queue: the seconds that this has waited there,
+#: and whether a turn has waited for it in vain
+_NO_PLACE = (0.0, False)
 
 
 def keep_of(transform: Transform) -> Size:
@@ -68,6 +76,8 @@ class Trigger:
         self._barren: tuple[str | None, int] | None = None
         self._in_vain = False  # a result has waited until it was too old, as its commit re-billed more than it saved
         self._spared = 0  # tokens of the last run whose result was not worth a commit
+        self._recut = False  # the last lookahead was dropped in the queue since the tail had outgrown it
+        self._place = _NO_PLACE
 
     def consider(
         self,
@@ -82,16 +92,49 @@ class Trigger:
 
         ``due``: the hard limit is reached. ``resting``: there is time for whatever is over ``land_at``.
         """
+        transform = self._conversation.policy.transform
         if self._blockwise is not None:
             if change is not None and change.error is not None:
                 return self._blockwise.first
-            return self._blockwise.consider(messages, self._handles.drop, self._following.sync, due=due)
+            starts = not self._rests(transform)
+            return self._blockwise.consider(messages, self._handles.drop, self._following.sync, due=due, starts=starts)
+        self.give_up_place()
         live = self._handles.lookahead
-        if live is not None:
+        if live is not None and not self._outgrown(live):
             self._serving.grew(live, messages)
             return live
         if change is not None and change.error is not None:
-            return None  # what stands behind an unreadable message is unknown: nothing is started for it
+            return live  # what stands behind an unreadable message is unknown: nothing is started for it
+        run = self._chosen(due=due, resting=resting)
+        if run is None or (live is not None and run.end <= live.run.end) or self._rests(transform):
+            return live
+        if not self._conversation.branch.history.unchanged(messages):
+            self._following.sync(messages)  # an edit in place further up: what we snapshot must be what we digested
+            return self.consider(messages, change, due=due, resting=resting, again=False) if again else live
+        if live is not None:
+            self._recut = True
+            self._drop_waiting(live)
+        waited_s, waited_out = self._place
+        self._place = _NO_PLACE
+        live = self._handles.live = self.launch(
+            messages, transform, run, explicit=False, preload_kv=None, waited_s=waited_s
+        )
+        live.waited_out = waited_out
+        return live if live.state not in FINAL else None
+
+    def give_up_place(self) -> None:
+        """Drop what still waits in the queue, and for nothing: fallbacks took most of what it would have rewritten. The
+        next lookahead takes its place."""
+        live = self._handles.lookahead if self._blockwise is None else None
+        if live is None or not self._waits(live):
+            return
+        left = source_tokens(self._conversation.branch.history, self._conversation.branch.edits, live.run)
+        if left < WORTHWHILE * live.flight.plan.source_tokens:
+            self._recut = False
+            self._drop_waiting(live)
+
+    def _chosen(self, *, due: bool, resting: bool) -> Run | None:
+        """The run of a lookahead that it is time for."""
         conversation, branch, policy = self._conversation, self._conversation.branch, self._conversation.policy
         transform = policy.transform
         if policy.lag is not None:
@@ -124,11 +167,46 @@ class Trigger:
         if not due and (spared or not verdict.worth_starting(conversation, source=source, expected=expected)):
             conversation.say("nothing_to_rewrite", "", why="it would not pay")
             return None
-        if not branch.history.unchanged(messages):
-            self._following.sync(messages)  # an edit in place further up: what we snapshot must be what we digested
-            return self.consider(messages, change, due=due, resting=resting, again=False) if again else None
-        live = self._handles.live = self.launch(messages, transform, run, explicit=False, preload_kv=None)
-        return live if live.state not in FINAL else None
+        return run
+
+    def _outgrown(self, live: LookaheadHandle) -> bool:
+        """Would what still waits in the queue leave the view above the trigger, so that its result would only make way
+        for a longer run? (Once in a row at most: where the tail outgrows every run, a late result is better than none.)
+        """
+        branch, policy = self._conversation.branch, self._conversation.policy
+        if self._recut or policy.lag is not None or not self._waits(live):
+            return False
+        run, source = live.run, source_tokens(branch.history, branch.edits, live.run)
+        saved = (source - expected_tokens(live.transform, source)) * branch.scale
+        inside = [e for e in branch.edits if run.start <= e.start and e.end <= run.end]
+        shown = run.end - run.start + sum(len(e.messages) - (e.end - e.start) for e in inside)
+        fewer = max(0, shown - len(run.kept) - 1)
+        return policy.reached(int(branch.tokens - saved) + policy.reserved_tokens, branch.messages - fewer)
+
+    def _waits(self, live: LookaheadHandle) -> bool:
+        """Does it wait in the queue, so that nothing has been spent on it? (One that came just now may be starting.)"""
+        flight, now = live.flight, self._conversation.runtime.now()
+        if live.state is not HandleState.PENDING or flight.started_at is not None or flight.plan.opening:
+            return False
+        return now - flight.queued_at >= WAITS_S
+
+    def _drop_waiting(self, live: LookaheadHandle) -> None:
+        """It makes way while it still waits in the queue. Its place there is kept for the next one."""
+        now = self._conversation.runtime.now()
+        self._place = (live.flight.waited_s + now - live.flight.queued_at, live.waited_out)
+        self._handles.drop(live, Reason.SUPERSEDED)
+
+    def _rests(self, transform: Transform) -> bool:
+        """Is the transform's circuit breaker open, so that whatever is started now only fails? Said once, until it is
+        tried again."""
+        conversation = self._conversation
+        seconds = conversation.runtime.flights.rests_s(conversation.tenant, transform)
+        if seconds > 0:
+            rests_s = None if math.isinf(seconds) else seconds
+            conversation.say("lookahead.resting", "", transform=transform.name, rests_s=rests_s)
+        else:
+            conversation.over("lookahead.resting")
+        return seconds > 0
 
     def schedule(
         self,
@@ -192,11 +270,20 @@ class Trigger:
         return not self.pays(run, expected)
 
     def launch(
-        self, messages: Sequence[Any], transform: Transform, run: Run, *, explicit: bool, preload_kv: bool | None
+        self,
+        messages: Sequence[Any],
+        transform: Transform,
+        run: Run,
+        *,
+        explicit: bool,
+        preload_kv: bool | None,
+        waited_s: float = 0.0,
     ) -> LookaheadHandle:
-        """Start a lookahead on this run."""
+        """Start a lookahead on this run. ``waited_s``: seconds that the one has waited whose place it takes."""
         due = self._conversation.due()
-        handle = self._launcher.launch(messages, transform, run, explicit=explicit, preload_kv=preload_kv, due=due)
+        handle = self._launcher.launch(
+            messages, transform, run, explicit=explicit, preload_kv=preload_kv, due=due, waited_s=waited_s
+        )
         self._conversation.over("nothing_to_rewrite")
         return handle
 
@@ -207,6 +294,10 @@ class Trigger:
     def unprofitable(self, handle: LookaheadHandle) -> None:
         """Its commit does not pay: nothing is tried again before there is more to rewrite, or the limit is reached."""
         self._spared = handle.flight.plan.source_tokens
+
+    def committed(self) -> None:
+        """A result went into the view."""
+        self._recut, self._place = False, _NO_PLACE
 
     def in_vain(self) -> None:
         """A result made way for a longer one without ever having been worth its commit."""

@@ -35,8 +35,9 @@ class Work:
 
     ``due``: when the result will be wanted, in the pool's clock, if known. ``timeout_s``: for the run with all
     its retries; ``None`` for no limit. ``patience_s``: seconds after which it may have to give its slot to another
-    work (it goes on); ``None`` for the pool's ``stray_s``. ``promoted``: in front, from the start or since a turn
-    waits for it. ``breaker_key``: works of the same key share a circuit breaker; an empty one has none.
+    work (it goes on); ``None`` for the pool's ``stray_s``. ``promoted``: in front, from the start or while a turn waits
+    for it; ``wanted()`` says whether one does. ``waited_s``: seconds that the work has waited whose place it takes.
+    ``breaker_key``: works of the same key share a circuit breaker; an empty one has none.
     ``on_start`` is called when ``run`` begins (not if it never does), ``on_done`` exactly once, both on the pool's
     loop (or, when that is gone, on the caller's thread). What they raise is reported and goes no further.
 
@@ -60,6 +61,8 @@ class Work:
     name: str = "work"
     breaker_key: str = ""
     promoted: bool = False
+    wanted: Callable[[], bool] = lambda: False
+    waited_s: float = 0.0
     engine: Any = None
     foreground: Foreground | None = None
     usual_s: float | None = None

@@ -28,7 +28,7 @@ class Entry:
     work: Work
     #: somebody wants it to end, for this reason
     stop: Reason | None = None
-    #: a turn waits for it: admission cannot put it off any more
+    #: a turn waits for it: admission cannot put it off meanwhile
     promoted: bool = False
     #: the foreign code that its worker watches now
     call: Call | None = None

@@ -49,7 +49,7 @@ def test_a_synchronous_turn_waits_only_once_too() -> None:
 
 @virtual
 async def test_a_turn_that_did_not_wait_leaves_the_wait_to_a_later_one() -> None:
-    """`commit_now` promotes and falls back at once; that is no wait in vain."""
+    """`commit_now` falls back at once; that is no wait in vain."""
     model = FakeSummarizer("hold")
     async with make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(model, max_wait=5))

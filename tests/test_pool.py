@@ -1345,6 +1345,12 @@ class PoolMachine(RuleBasedStateMachine):
         work = data.draw(st.sampled_from(self.works))
         self.do(lambda: self.bench.pool.promote(work))
 
+    @precondition(lambda self: self.works)
+    @rule(data=st.data())
+    def demote(self, data: st.DataObject) -> None:
+        work = data.draw(st.sampled_from(self.works))
+        self.do(lambda: self.bench.pool.demote(work))
+
     @rule(seconds=st.floats(0.1, 30))
     def time_passes(self, seconds: float) -> None:
         self.runner.run(asyncio.sleep(seconds))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
+
+from block_fakes import block_policy
 from helpers import (
     A,
     Events,
     FakeSummarizer,
     H,
+    Message,
     chat,
     coherent,
     make_policy,
     make_runtime,
     marks,
+    now,
     same_objects,
     settle,
     summaries,
     virtual,
 )
 from smoothctx import HandleState, Reason
+from smoothctx.breaker import BreakerOpen
 
 
 @virtual
@@ -146,3 +152,60 @@ async def test_promise_07_one_failing_transform_does_not_rest_another() -> None:
         assert handle is not None
         assert await handle.wait() is HandleState.READY
         assert good.calls == 1
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@virtual
+async def test_promise_07_while_the_breaker_rests_nothing_is_started_to_fail_at_once(blocks: bool) -> None:
+    """Not at any boundary of any session, at the hard limit neither. Each says so once; then one of them tries it
+    again, the others wait for what comes of that, and with a failure all of them rest again."""
+    model, events = FakeSummarizer("fail", delay=0.1), Events()
+    async with make_runtime(on_event=events) as runtime:
+        policy = block_policy(model, window=2000, workers=1) if blocks else make_policy(model)
+        sessions = [runtime.session(f"s{k}", policy=policy) for k in range(3)]
+        histories: list[list[Message]] = [[], [], []]
+
+        async def until(end: float) -> None:
+            while now() < end:
+                for session, messages in zip(sessions, histories, strict=True):
+                    messages.append(H(f"{session.id} question {len(messages)}", size=55))
+                    await session.commit(messages)
+                    messages.append(A("answer", size=55))
+                    session.observe(messages)
+                    await settle(0.25)
+
+        def count(name: str, since: float, before: float) -> int:
+            return sum(since < e.time < before for e in events.of(name))
+
+        while len(resting := events.of("lookahead.resting")) < 3:
+            await until(now() + 1)
+            assert now() < 60
+        over = resting[0].time + resting[0].data["rests_s"]
+        model.delay = 5.0
+        await until(over + 4)
+        assert {e.session for e in resting} == {"s0", "s1", "s2"} and resting[-1].time < over - 40
+        assert count("fallback.applied", resting[-1].time, over) >= 3, "turns went on, at the limit too"
+        for name in ("lookahead.started", "lookahead.failed"):
+            assert count(name, resting[-1].time, over) == 0
+        assert count("lookahead.started", over, over + 4) == 1, "one of them tries it again"
+        await until(over + 60)
+        assert count("lookahead.failed", over, over + 60) == 1, "and with it they all rest again"
+        assert len(events.of("lookahead.resting")) <= 6
+        model.mode = "answer"
+        await until(over + 90)
+        assert events.of("lookahead.ready")
+
+
+@virtual
+async def test_promise_07_what_the_caller_schedules_itself_fails_while_the_breaker_rests() -> None:
+    """With a handle that says why and for how long; the policy's own lookaheads are not even started."""
+    model = FakeSummarizer("fail", delay=0.1)
+    messages = chat(12, size=55)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model))
+        while (handle := session.observe(messages)) is not None:
+            await handle.wait()
+        asked = model.calls
+        explicit = session.schedule_transform("summarize", messages)
+        assert await explicit.wait(30) is HandleState.FAILED and model.calls == asked
+        assert isinstance(explicit.error, BreakerOpen) and 0 < explicit.error.retry_in_s <= 60

@@ -94,16 +94,77 @@ async def test_the_queue_is_bounded() -> None:
     assert len(calls.served) == 4 and calls.most == 1
 
 
+@virtual
+async def test_promise_10_who_fills_the_queue_makes_room_in_it() -> None:
+    """Another tenant's call gets in, an urgent one too, and so does another session's of the same tenant; what the
+    flood has sent last is refused instead, as is its next one."""
+    calls = Calls(limit=1, max_waiting=4)
+    refused: list[tuple[str, str, int]] = []
+
+    async def one(tenant: str, session: str = "s", number: int = 0, urgent: bool = False) -> None:
+        try:
+            await calls.call(tenant, session, lambda: urgent)
+        except EndpointFull:
+            refused.append((tenant, session, number))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(6):
+            group.create_task(one("flood", "s", number))
+        await asyncio.sleep(0)
+        assert refused == [("flood", "s", 5)] and calls.lane.waiting == 4
+        for tenant, session, urgent in (("quiet", "s", False), ("flood", "other", False), ("third", "s", True)):
+            group.create_task(one(tenant, session, 0, urgent))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert refused[1:] == [("flood", "s", 4), ("flood", "s", 3), ("flood", "s", 2)] and calls.lane.waiting == 4
+    order = [(tenant, session) for _, tenant, session in calls.served]
+    assert order[:2] == [("flood", "s"), ("third", "s")] and len(order) == 5
+    assert calls.lane.in_flight == calls.lane.waiting == 0
+
+
+@virtual
+async def test_a_full_queue_refuses_no_call_that_a_turn_waits_for_while_another_can_go() -> None:
+    """Not the newcomer, though its tenant has the most; where all are urgent, the tenant with the most loses one."""
+    calls = Calls(limit=1, max_waiting=3)
+    refused: list[str] = []
+
+    async def one(name: str, tenant: str, urgent: bool) -> None:
+        try:
+            await calls.call(tenant, name, lambda: urgent)
+        except EndpointFull:
+            refused.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name, tenant, urgent in (
+            ("runs", "a", False),
+            ("u1", "a", True),
+            ("u2", "a", True),
+            ("b1", "b", False),
+            ("u3", "a", True),
+            ("u4", "a", True),
+            ("b2", "b", True),
+            ("b3", "b", False),
+        ):
+            group.create_task(one(name, tenant, urgent))
+            await asyncio.sleep(0)
+    assert refused[0] == "b1", "the only one for which no turn waits"
+    assert refused[1] == "u4", "of the tenant that has the most, who came last"
+    assert refused[2] in ("u2", "u3") and refused[3] == "b3" and len(refused) == 4
+
+
 @given(
     st.integers(1, 3),
+    st.sampled_from([2, 1000]),
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.floats(0, 6), st.none() | st.floats(0, 4))),
 )
-def test_cancelled_calls_leave_no_trace(limit: int, plan: list[tuple[str, str, float, float | None]]) -> None:
-    """Whenever calls come and whenever they are cancelled (waiting, running, or just let in): the bound holds, all
+def test_cancelled_calls_leave_no_trace(
+    limit: int, max_waiting: int, plan: list[tuple[str, str, float, float | None]]
+) -> None:
+    """Whenever calls come and whenever they are cancelled (waiting, running, or just let in): the bounds hold, all
     others are served, and nothing is left behind."""
 
     async def main() -> None:
-        calls = Calls(limit)
+        calls = Calls(limit, max_waiting)
 
         async def one(tenant: str, session: str, start: float, patience: float | None) -> bool:
             await asyncio.sleep(start)
@@ -112,6 +173,10 @@ def test_cancelled_calls_leave_no_trace(limit: int, plan: list[tuple[str, str, f
                     await calls.call(tenant, session)
             except TimeoutError:
                 return False
+            except EndpointFull:
+                return max_waiting < len(plan)
+            finally:
+                assert calls.lane.waiting <= max_waiting
             return True
 
         async with asyncio.TaskGroup() as group:

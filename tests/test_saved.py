@@ -205,7 +205,7 @@ async def test_asking_what_a_session_recognises_changes_nothing() -> None:
 
 @virtual
 async def test_a_turn_that_may_not_wait_falls_back_at_once() -> None:
-    """At the hard limit the lookahead is promoted; its result supersedes the fallback at a later boundary."""
+    """At the hard limit the lookahead goes on, before nobody else's; its result supersedes the fallback later."""
     async with make_runtime() as runtime:
         model = FakeSummarizer(delay=3)
         session = runtime.session("s", policy=make_policy(model))
@@ -214,7 +214,7 @@ async def test_a_turn_that_may_not_wait_falls_back_at_once() -> None:
         view = session.commit_now(messages)
         assert now() == began and session.branch.fits(session.policy)
         assert [r.how for r in session.receipts] == ["fallback"] and len(view) < len(messages)
-        assert session.lookahead is not None and session.lookahead.promoted
+        assert session.lookahead is not None and not session.lookahead.promoted, "no turn waits for it"
         await settle(5)
         messages += [H("<600> next")]
         later = session.commit_now(messages)

@@ -15,6 +15,7 @@ from smoothctx.scheduler import (
     Cancel,
     Close,
     Defer,
+    Demote,
     Drop,
     Effect,
     Event,
@@ -202,12 +203,14 @@ def test_sub_agents_leave_room_for_their_parents() -> None:
 
 
 def test_sub_agents_are_not_starved() -> None:
-    """A starved sub-agent's job is exempt from the share."""
-    state = new(concurrency=1, starvation_s=30.0)
-    submit(state, 1, child=True)
-    submit(state, 2, child=True)
-    submit(state, 3, now=29.0, due=0.0)
-    assert step(state, Finish(now=31.0, job_id=1)) == [Start(2)]
+    """A starved sub-agent's job is exempt from the share where others of its tenant do not wait."""
+    state = new(concurrency=2, starvation_s=30.0)
+    for job_id in (1, 2, 3):
+        submit(state, job_id, child=True)
+    submit(state, 4, now=29.0, tenant="b")
+    submit(state, 5, now=29.0, tenant="c")
+    assert step(state, Finish(now=30.0, job_id=1)) == [Start(4)], "they hold their share"
+    assert step(state, Finish(now=31.0, job_id=4)) == [Start(3)]
 
 
 def test_promise_10_full_queue_drops_the_newcomer() -> None:
@@ -406,7 +409,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.strays: set[int] = set()
         self.promoted: list[int] = []
         self.started_at: dict[int, float] = {}
-        self.passed: dict[str, tuple[float, set[str]]] = {}  # by starved tenant: since when, and who went before it
+        # by lane and starved tenant: since when, and who went before it
+        self.passed: dict[tuple[bool, str], tuple[float, set[str]]] = {}
         self.given_up: set[int] = set()
         self.closed = self.came_as_stray = False
         self.wake: float | None = None
@@ -433,6 +437,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.stray_at[job_id] = self.now + (50.0 if patience is None else patience)
                 case Drop(job_id=job_id, reason=reason):
                     assert self.where[job_id] == "waiting", "dropped twice, or while it runs"
+                    if reason is Reason.QUEUE_FULL:
+                        self.check_victim(job_id, event, waiting)
                     waiting.discard(job_id)
                     self.where[job_id] = f"dropped {reason}"
                 case Stop(job_id=job_id, reason=Reason.QUEUE_FULL) if not self.closed:
@@ -445,15 +451,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.state.queue
 
     def give_up(self, job_id: int, event: Event) -> None:
-        """Too many wait for idle time: the one that is due last takes the place of the one that came."""
+        """Too many wait for idle time: of the tenant that has the most, the one that is due last takes the place of the
+        one that came."""
         assert isinstance(event, Idle)
         idle = [i for i, where in self.where.items() if where == "idle"]
-        due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in idle}
-        assert len(idle) == 3 and due[job_id] == max(due.values())  # type: ignore[type-var]
+        of = Counter(self.jobs[i].tenant for i in idle)
+        own = [i for i in idle if self.jobs[i].tenant == self.jobs[job_id].tenant]
+        due = {i: math.inf if self.jobs[i].due is None else self.jobs[i].due for i in own}
+        assert len(idle) == 3 and len(own) == max(of.values())
+        assert due[job_id] == max(due.values())  # type: ignore[type-var]
         self.where[job_id] = "running"
         self.given_up.add(job_id)
         if self.came_as_stray:
             self.strays.add(job_id)
+
+    def check_victim(self, dropped: int, event: Event, waiting: set[int]) -> None:
+        """The queue was full: the tenant with the most in it loses one, its newcomer if it has one, and a promoted job
+        only where no other could go."""
+        assert isinstance(event, Submit | Defer)
+        newcomer = event.job.id if isinstance(event, Submit) else event.job_id
+        candidates = [i for i in waiting if i not in self.promoted] or list(waiting)
+        of = Counter(self.jobs[i].tenant for i in candidates)
+        most = max(of.values())
+        assert len(waiting) == 6 and dropped in candidates and of[self.jobs[dropped].tenant] == most
+        if newcomer in candidates and of[self.jobs[newcomer].tenant] == most:
+            assert dropped == newcomer
 
     @property
     def holding(self) -> list[int]:
@@ -463,7 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make_room(self, starting: int) -> None:
         """A job starts: there is a slot, or it is promoted and fewer such jobs run than there are slots, or those that
         are over their time the longest have to leave theirs."""
-        if starting in self.promoted and sum(i in self.promoted for i in self.holding) < 3:
+        if starting in self.promoted and sum(i in self.promoted for i in self.holding) < 3 and len(self.holding) < 6:
             return
         while len(self.holding) >= 3:
             stray = min(self.holding, key=self.stray_at.__getitem__)
@@ -474,26 +496,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         ready = [job_id for job_id in waiting if self.not_before[job_id] <= self.now]
         assert chosen in ready
         urgent = [job_id for job_id in self.promoted if job_id in ready]
-        if urgent:
-            assert chosen == urgent[0], "promoted first, in the order of promotion"
-            return
         job = self.jobs[chosen]
         running = [self.jobs[job_id] for job_id, where in self.where.items() if where == "running"]
         running_of = Counter(other.tenant for other in running)
         starved = {job_id for job_id in ready if self.now - self.queued_at[job_id] > 30.0}
         held = [self.jobs[job_id] for job_id in self.holding]
         children = Counter(other.tenant for other in held if other.child)
-        free = [i for i in ready if i in starved or not (self.jobs[i].child and children[self.jobs[i].tenant] >= 1)]
-        if free:
-            assert chosen in free, "sub-agents over their share come last"
-            ready = free
+        with_others = {self.jobs[i].tenant for i in ready if not self.jobs[i].child}
+        over = [i for i in ready if self.jobs[i].child and children[self.jobs[i].tenant] >= 1]
+        over = [i for i in over if i not in starved or self.jobs[i].tenant in with_others]
+        ready = urgent or [i for i in ready if i not in over] or ready
+        assert chosen in ready, "promoted ones first; sub-agents over their share come last"
         left_out = self.left_out(ready)
         if left_out:
             assert left_out.get(job.tenant) == min(left_out.values()), "starved tenants, who waits longest first"
         else:
             assert all(running_of[job.tenant] <= running_of[self.jobs[i].tenant] for i in ready), "fair between tenants"
-        self.count_passing(job.tenant, left_out)
+        self.count_passing(job.tenant, left_out, bool(urgent))
         own = [i for i in ready if self.jobs[i].tenant == job.tenant]
+        if urgent:
+            assert chosen == own[0], "in the order of promotion"
+            return
         late = [i for i in own if i in starved and self.jobs[i].due is None]
         if late:
             assert chosen in late
@@ -512,12 +535,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 found[tenant] = max(began, got)
         return found
 
-    def count_passing(self, chosen: str, left_out: dict[str, float]) -> None:
-        """The bound: one job of each other tenant, at most, goes before a starved one's."""
-        self.passed = {t: (s, seen) for t, (s, seen) in self.passed.items() if left_out.get(t) == s and t != chosen}
+    def count_passing(self, chosen: str, left_out: dict[str, float], promoted: bool) -> None:
+        """The bound: one job of each other tenant, at most, goes before a starved one's of the same lane."""
+        self.passed = {
+            (lane, t): (s, seen)
+            for (lane, t), (s, seen) in self.passed.items()
+            if lane != promoted or (left_out.get(t) == s and t != chosen)
+        }
         for tenant, since in left_out.items():
             if tenant != chosen:
-                _, seen = self.passed.setdefault(tenant, (since, set()))
+                _, seen = self.passed.setdefault((promoted, tenant), (since, set()))
                 assert chosen not in seen, "twice before a tenant that is starved"
                 seen.add(chosen)
 
@@ -598,6 +625,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.any_in("waiting", "running", "idle"))
     @rule(data=st.data())
+    def demote(self, data: st.DataObject) -> None:
+        job_id = self.some(data, "waiting", "running", "idle")
+        if job_id in self.promoted:
+            self.promoted.remove(job_id)
+        self.send(Demote(now=self.now, job_id=job_id))
+
+    @precondition(lambda self: self.any_in("waiting", "running", "idle"))
+    @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.send(Cancel(now=self.now, job_id=self.some(data, "waiting", "running", "idle")))
 
@@ -621,7 +656,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def bounded_and_complete(self) -> None:
         """The bounds hold, and every job is exactly where the owner thinks it is: none lost, none twice."""
         assert len(self.state.running) <= 6 and len(self.state.strays) <= 3
-        assert sum(i in self.promoted or i in self.given_up for i in self.holding) >= len(self.holding) - 3
         assert sorted(self.state.idle) == sorted(i for i, w in self.where.items() if w == "idle")
         assert len(self.state.idle) <= 2
         assert len(self.state.queue) <= 5
@@ -640,7 +674,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.wake is not None and not ready
             return
         promoted = sum(i in self.promoted for i in self.holding)
-        assert promoted >= 3 or not any(self.not_before[i] <= self.now for i in self.state.queue if i in self.promoted)
+        full = promoted >= 3 or len(self.holding) >= 6
+        assert full or not any(self.not_before[i] <= self.now for i in self.state.queue if i in self.promoted)
         leaving = len(self.holding) - 2
         if len(self.strays) + leaving <= 3:
             assert self.wake is not None and self.wake >= sorted(self.stray_at[i] for i in self.holding)[leaving - 1]
