@@ -12,8 +12,9 @@ from helpers import A, H, S, chat, make_runtime, settle, virtual
 from slotted import SlidingEngine, ask
 from smoothctx import AdmitAll, EngineOverloaded, EngineRefused, Finish, HandleState, Policy, Summarize
 from smoothctx.economics import Speed
-from smoothctx.engines.aligned import CHECK_S, COPY_S, STRAYS
+from smoothctx.engines.aligned import CHECK_S, COPY_S, GAP_WAIT_S, STRAYS
 from smoothctx.foreground import Foreground
+from smoothctx.urgency import ASIDE_S
 from smoothctx.work import MAX_DEFER_S
 
 TOKENS = 200
@@ -265,6 +266,32 @@ async def test_a_cold_copy_is_noticed_however_fast_the_engine_is() -> None:
             asked = [c for c in engine.calls[own:] if c.max_tokens == 1]
             assert asked[0].ended_s - asked[0].arrived_s < CHECK_S
             messages = [*messages, H("more"), A("yes"), *chat(24, size=100)]
+
+
+@virtual
+async def test_turns_of_others_delay_what_is_asked_of_a_copy_and_do_not_end_it() -> None:
+    """Another session's prompt is evaluated for longer than a summariser waits for a gap, and then again, for a moment,
+    while the copy is asked: the summary is cached all the same."""
+    engine = sliding(prefill=400.0)
+    async with make_runtime(admission=AdmitAll()) as runtime:
+        session = await begun(runtime, engine)
+        other = runtime.session("other", policy=summarizing(engine), engine=engine)
+        own = len(engine.calls)
+        async with other.foreground() as call:
+            handle = session.observe(HISTORY)
+            assert handle is not None
+            await settle(GAP_WAIT_S + ASIDE_S + 1)
+            assert len(engine.calls) == own
+            call.first_token()
+            await settle(0.1)
+            assert len(engine.calls) == own + 1 and engine.calls[-1].outcome == "running"
+            async with other.foreground() as second:
+                await settle(2)
+                assert engine.calls[-1].outcome == "cancelled" and len(engine.calls) == own + 1
+                second.first_token()
+            assert await handle.wait() is HandleState.READY
+        assert summaries(engine)[0].cached_tokens > 0.9 * summaries(engine)[0].input_tokens
+        assert engine.table.strays == 0 and session.request_options()["id_slot"] == 1
 
 
 @pytest.mark.parametrize("where", ["save", "check", "evaluate"])

@@ -202,22 +202,30 @@ class Aligned:
         options = {k: v for k, v in request.items() if k not in ("tool_choice", "max_tokens")}
         options |= {"id_slot": desk.slot, "cache_prompt": True}
 
-        def stop() -> bool:
-            return not binding.at(desk) or self._turn() or (foreground.prefilling and not self._urgent())
+        def over() -> bool:
+            return not binding.at(desk) or self._turn()
+
+        def in_the_way() -> bool:
+            return foreground.prefilling and not self._urgent()
 
         desk.copied = False  # for as long as it is not known what comes of it
         reply = None
-        with anyio.move_on_after(CHECK_S) as scope, foreground.warming():
-            try:
-                reply = await foreground.unless(stop, partial(self._engine.prefill, prompt, **options))
-            except EngineError as error:
-                _left_alone(error)
+        while reply is None:
+            await foreground.wait_until(lambda: over() or not in_the_way())
+            if over():
+                return 0
+            with anyio.move_on_after(CHECK_S) as scope, foreground.warming():
+                try:
+                    reply = await foreground.unless(
+                        lambda: over() or in_the_way(), partial(self._engine.prefill, prompt, **options)
+                    )
+                except EngineError as error:
+                    _left_alone(error)
+                    table.strays += 1
+                    return 0
+            if scope.cancelled_caught:
                 table.strays += 1
                 return 0
-        if scope.cancelled_caught:
-            table.strays += 1
-        if scope.cancelled_caught or reply is None:
-            return 0
         usage: Usage = reply.usage
         self._spent(usage)
         desk.cold = not _mostly_cached(usage)
