@@ -388,7 +388,8 @@ class Caller:
     """For whom a transform's model calls are made.
 
     ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb. ``calls``: those in flight.
-    ``usable``: there is something that a turn could use, while they go on for something better.
+    ``usable``: there is something that a turn could use, while they go on for something better. ``aside_s``: seconds
+    that they may still wait for the first tokens of turns, in all.
     """
 
     endpoints: Endpoints
@@ -396,6 +397,7 @@ class Caller:
     session: str
     urgent: Callable[[], bool]
     foreground: Foreground | None
+    aside_s: float = 0.0
     calls: int = 0
     usable: bool = False
 
@@ -414,9 +416,10 @@ def calling(
     session: str,
     urgent: Callable[[], bool],
     foreground: Foreground | None = None,
+    aside_s: float = 0.0,
 ) -> Iterator[Caller]:
     """Calls of models inside are made for this session, through these endpoints."""
-    who = Caller(endpoints, tenant, session, urgent, foreground)
+    who = Caller(endpoints, tenant, session, urgent, foreground, aside_s)
     token = _caller.set(who)
     try:
         yield who

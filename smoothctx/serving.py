@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
+from .engines.binding import Prepared
 from .engines.preload import PreloadReport, Warmth, for_a_while, size_of
 from .engines.wire import without_form
 from .flight import Flight
@@ -171,35 +173,48 @@ class Serving:
         if session.engine is None or not uses(transform, session.engine):
             return {}
         options = without_form(session.request)
-        if (binding := self._binding) is not None:
-            none: dict[str, Any] = {}
-            wait_s = min(MAX_DEFER_S, session.policy.timeout / 4)  # most of the time is for the call itself
-
-            def flight() -> Flight | None:
-                return self._runtime.flights.find(session.tenant, key)
-
-            def urgent() -> bool:
-                return session.urgent() or ((own := flight()) is not None and own.urgent())
-
-            def spent(usage: Usage) -> None:
-                self._runtime.flights.warmed(flight(), usage)
-
-            def ask() -> dict[str, Any]:
-                self._prepared = True
-                return dict(
-                    binding.transform_options(
-                        self._foreground,
-                        urgent,
-                        turn=partial(self._foreground.serves, self),
-                        wait_s=wait_s,
-                        view=self._own_view,
-                        spent=spent,
-                        wanted=session.working,
-                    )
-                )
-
-            options.update(self._ask("options", ask, none))
+        if self._binding is not None:
+            options.update(self._beside(key))
+            if "lookahead" in options:  # where it is written is asked for when it goes out
+                options["lookahead"] = partial(self._prepare, key)
         return options
+
+    def _prepare(self, key: str, *call: Any) -> AbstractAsyncContextManager[Prepared]:
+        """Prepare a summariser's call where a session works that is open: who began it may have closed since."""
+        flight, own = self._runtime.flights.find(self._session.tenant, key), self._session
+        others = [] if flight is None else [h.session for h in list(flight.handles) if h.state not in FINAL]
+        sessions = [s for s in (own, *others) if not s.closed and s.engine is own.engine]
+        prepare = sessions[0].serving._beside(key).get("lookahead") if sessions else None
+        return nullcontext(Prepared({})) if prepare is None else prepare(*call)
+
+    def _beside(self, key: str) -> dict[str, Any]:
+        """Options of a summariser's call beside the agent's."""
+        session, binding = self._session, self._binding
+        if binding is None:
+            return {}
+        none: dict[str, Any] = {}
+
+        def flight() -> Flight | None:
+            return self._runtime.flights.find(session.tenant, key)
+
+        def urgent() -> bool:
+            return session.urgent() or ((own := flight()) is not None and own.urgent())
+
+        def ask() -> dict[str, Any]:
+            self._prepared = True
+            return dict(
+                binding.transform_options(
+                    self._foreground,
+                    urgent,
+                    turn=partial(self._foreground.serves, self),
+                    wait_s=min(MAX_DEFER_S, session.policy.timeout / 4),  # most of the time is for the call itself
+                    view=self._own_view,
+                    spent=lambda usage: self._runtime.flights.warmed(flight(), usage),
+                    wanted=session.working,
+                )
+            )
+
+        return self._ask("options", ask, none)
 
     def _own_view(self) -> list[dict[str, Any]]:
         """What the agent was sent last and has answered since, as it would send it next."""
@@ -237,6 +252,7 @@ class Serving:
         if self._binding is None or session.closed or not session.wants_preload():
             return False
         shown: list[dict[str, Any]] = []
+        warmth = Warmth()
 
         def view() -> list[dict[str, Any]]:
             shown[:] = self._shown(artifact, self._latest)
@@ -244,7 +260,7 @@ class Serving:
 
         try:
             artifact = session.likeliest(flight, artifact, self._latest)
-            warmth = self._warmth.pop(artifact.key, None) or Warmth()
+            warmth = self._warmth.pop(artifact.key, warmth)
             self._warmth[artifact.key] = warmth  # the newest
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
@@ -263,10 +279,13 @@ class Serving:
                 )
         except Exception as error:  # a cold commit is slower, never wrong
             return self._refused(error)
+        finally:  # also when it is cut off
+            spent, warmth.spent = warmth.spent, Usage()
+            self._runtime.flights.warmed(flight, spent)
         if report.complete and not warmth.done:  # a binding that keeps no account of its own
             warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
         self._share(flight, artifact.key, warmth)
-        return self._reported(report, flight)
+        return self._reported(report, flight, counted=spent.calls > 0)
 
     def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
         """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
@@ -334,8 +353,9 @@ class Serving:
             "admission.deferred", session=session.id, tenant=session.tenant, work=f"preload:{session.id}", why=why
         )
 
-    def _reported(self, report: PreloadReport, flight: Flight | None, **more: Any) -> bool:
-        self._runtime.flights.warmed(flight, report.usage)
+    def _reported(self, report: PreloadReport, flight: Flight | None, *, counted: bool = False, **more: Any) -> bool:
+        if not counted:
+            self._runtime.flights.warmed(flight, report.usage)
         self._runtime.events.emit(
             "preload",
             session=self._session.id,

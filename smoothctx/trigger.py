@@ -33,6 +33,8 @@ WORTHWHILE = 0.5
 #: what the next lookahead takes over from one that was dropped in the queue: the seconds that this has waited there,
 #: and whether a turn has waited for it in vain
 _NO_PLACE = (0.0, False)
+#: seconds for which it does
+PLACE_S = 60.0
 
 
 def keep_of(transform: Transform) -> Size:
@@ -77,7 +79,7 @@ class Trigger:
         self._in_vain = False  # a result has waited until it was too old, as its commit re-billed more than it saved
         self._spared = 0  # tokens of the last run whose result was not worth a commit
         self._recut = False  # the last lookahead was dropped in the queue since the tail had outgrown it
-        self._place = _NO_PLACE
+        self._place, self._left_at = _NO_PLACE, 0.0
 
     def consider(
         self,
@@ -114,7 +116,8 @@ class Trigger:
         if live is not None:
             self._recut = True
             self._drop_waiting(live)
-        waited_s, waited_out = self._place
+        stale = self._conversation.runtime.now() - self._left_at > PLACE_S
+        waited_s, waited_out = _NO_PLACE if stale else self._place
         self._place = _NO_PLACE
         live = self._handles.live = self.launch(
             messages, transform, run, explicit=False, preload_kv=None, waited_s=waited_s
@@ -193,7 +196,7 @@ class Trigger:
     def _drop_waiting(self, live: LookaheadHandle) -> None:
         """It makes way while it still waits in the queue. Its place there is kept for the next one."""
         now = self._conversation.runtime.now()
-        self._place = (live.flight.waited_s + now - live.flight.queued_at, live.waited_out)
+        self._place, self._left_at = (live.flight.waited_s + now - live.flight.queued_at, live.waited_out), now
         self._handles.drop(live, Reason.SUPERSEDED)
 
     def _rests(self, transform: Transform) -> bool:

@@ -18,9 +18,6 @@ import anyio
 
 from .endpoints import Caller, caller
 
-#: seconds that a call waits for the first tokens of turns
-ASIDE_S = 5.0
-
 
 async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: int, options: Mapping[str, Any]) -> Any:
     """``engine.complete``, for whoever the running code calls models for.
@@ -61,8 +58,10 @@ async def _aside(who: Caller) -> None:
     """Wait a little while any turn waits for its first token on the same engine."""
     foreground = who.foreground
     if foreground is not None and foreground.prefilling and not who.urgent():
-        with anyio.move_on_after(ASIDE_S):
+        started = anyio.current_time()
+        with anyio.move_on_after(who.aside_s):
             await foreground.wait_until(lambda: not foreground.prefilling or who.urgent())
+        who.aside_s -= anyio.current_time() - started
 
 
 def _sorts(engine: Any) -> bool:

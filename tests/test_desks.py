@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from helpers import A, H, S, chat, make_runtime, settle, virtual
-from slotted import SlidingEngine, ask
+from slotted import SlidingEngine, SlottedEngine, ask
 from smoothctx import AdmitAll, EngineOverloaded, EngineRefused, Finish, HandleState, Policy, Summarize
 from smoothctx.economics import Speed
-from smoothctx.engines.aligned import CHECK_S, COPY_S, GAP_WAIT_S, STRAYS
+from smoothctx.engines.aligned import CHECK_S, COPY_S, GAP_WAIT_S, SEAT_WAIT_S, STRAYS
+from smoothctx.engines.preload import Preloader
+from smoothctx.engines.slots import SlotBinding
+from smoothctx.flight import ASIDE_S
 from smoothctx.foreground import Foreground
-from smoothctx.urgency import ASIDE_S
-from smoothctx.work import MAX_DEFER_S
+from smoothctx.testing import FakeEngine
 
 TOKENS = 200
 
@@ -130,9 +132,9 @@ async def test_promise_05_without_a_spare_slot_a_summary_takes_its_own_agents() 
         other = await begun(runtime, engine, "other", context_window=100_000)
         handle = session.observe(HISTORY)
         assert handle is not None
-        await settle(10)
+        await settle(SEAT_WAIT_S - 1)
         assert not summaries(engine), "it waits for a slot for a while"
-        await settle(MAX_DEFER_S)
+        await settle(5)
         assert handle.flight.artifact is not None
         assert [c.options["id_slot"] for c in summaries(engine)] == [0]
         call = await ask(other, engine, [*HISTORY, H("next")])
@@ -148,7 +150,7 @@ async def test_a_summary_waits_for_a_slot_that_is_given_back() -> None:
         other = await begun(runtime, engine, "other", context_window=100_000)
         handle = session.observe(HISTORY)
         assert handle is not None
-        await settle(5)
+        await settle(SEAT_WAIT_S - 1)
         await other.close()
         assert await handle.wait() is HandleState.READY and session.request_options()["id_slot"] == 1
         assert summaries(engine)[0].cached_tokens > 0.9 * summaries(engine)[0].input_tokens
@@ -388,3 +390,83 @@ async def test_promise_15_what_a_cold_copy_cost_is_no_hit_of_the_summary() -> No
     async with options["lookahead"]([*view[:16], H("Summarise.")], {}) as ready:
         assert binding.away and ready.options["id_slot"] == 0
         assert ready.evaluated == engine.calls[-1].input_tokens > 1000
+
+
+@virtual
+async def test_a_prompt_that_shares_little_with_the_agents_says_nothing_of_copies() -> None:
+    """Blocks and merges do not begin as the agent's prompt: that nothing of them is cached is no fault of the server's,
+    and the summaries of others are cached as before."""
+    engine = sliding()
+    foreground = Foreground(asyncio.get_running_loop().time)
+    binding, other = engine.bind("s"), engine.bind("other")
+    view = [*chat(20, size=50), H("q"), A("a")]
+    for one in (binding, other):
+        await engine.prefill(view[:-1], **one.request_options())
+    options = binding.transform_options(foreground, lambda: False, turn=lambda: False, view=lambda: view)
+    for k in range(3):
+        block = [view[0], H(f"Summarise this, {k}: " + "of a block " * 300)]
+        await engine.complete(block, max_tokens=TOKENS, **options)
+        assert engine.table.strays == 0 and engine.table.copies_keep is None and not engine.copies
+    options = other.transform_options(foreground, lambda: False, turn=lambda: False, view=lambda: view)
+    await engine.complete([*view[:16], H("Summarise.")], max_tokens=TOKENS, **options)
+    assert summaries(engine)[-1].cached_tokens > 0.9 * summaries(engine)[-1].input_tokens
+
+
+@virtual
+async def test_promise_05_work_that_waits_for_a_closed_session_goes_on_in_the_forks_place() -> None:
+    """It has not been sent yet when the session that began it closes: no other agent's slot is taken for it."""
+    engine = sliding(slots=4)
+    async with make_runtime(admission=AdmitAll()) as runtime:
+        session = await begun(runtime, engine, context_window=100_000)
+        other = await begun(runtime, engine, "other", context_window=100_000)
+        fork = session.fork("fork")
+        await ask(fork, engine, HISTORY[:-1])
+        fork.turn_over()
+        async with session.foreground() as call:  # for whose end the summary waits
+            call.first_token()
+            handle = session.schedule_transform("summarize", HISTORY)
+            shared = fork.schedule_transform("summarize", HISTORY)
+            assert shared.flight is handle.flight
+            other.turn_over()
+            await session.close()
+        assert await shared.wait() is HandleState.READY
+        (summary,) = summaries(engine)
+        assert "id_slot" in summary.options and summary.options["id_slot"] != other.request_options()["id_slot"]
+        call_ = await ask(other, engine, [*HISTORY, H("next")])
+        assert call_.input_tokens - call_.cached_tokens < 120
+
+
+@virtual
+async def test_promise_15_a_preload_that_is_cut_off_is_wasted_too() -> None:
+    """Its result is discarded while the view is evaluated; nobody hears of its end."""
+    engine = SlottedEngine(*["A summary."] * 9, speed=Speed(200.0, 100.0), slots=4)
+    own = Preloader(clock=asyncio.get_running_loop().time, strategy="growing")
+    engine.bind = lambda session_id: SlotBinding(engine, engine.table, session_id, preloader=own)  # type: ignore[method-assign, assignment, arg-type]
+    async with make_runtime() as runtime:
+        session = await begun(runtime, engine)  # type: ignore[arg-type]
+        handle = session.observe(HISTORY)
+        assert handle is not None
+        await handle.wait_result(300)
+        await settle(1)
+        handle.discard("not_needed")
+        await settle(1)
+        warmed = runtime.counters.preload_usage
+        assert warmed.calls >= 1
+        wasted = runtime.counters.wasted_tokens - runtime.counters.usage.total_tokens
+        assert wasted == warmed.input_tokens - (warmed.cached_tokens or 0) > 0
+
+
+@virtual
+async def test_promise_07_waiting_for_first_tokens_does_not_use_up_a_short_timeout() -> None:
+    """Calls overlap all the time and tell no first token. A part of the timeout is for that, and once for all calls."""
+    engine = FakeEngine(*["A summary."] * 9, speed=Speed(1e6, 2.0))
+    async with make_runtime(admission=AdmitAll()) as runtime:
+        policy = Policy(
+            Summarize(engine, keep=("messages", 4), facts=False, max_tokens=60), context_window=8000, timeout=4.0
+        )
+        session = runtime.session("s", policy=policy, engine=engine)
+        other = runtime.session("other", policy=policy, engine=engine)
+        await session.commit(HISTORY[:-1])
+        async with other.foreground():
+            handle = session.observe(HISTORY)
+            assert handle is not None and await handle.wait() is HandleState.READY

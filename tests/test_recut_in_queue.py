@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from helpers import A, Events, FakeSummarizer, H, Message, chat, make_policy, make_runtime, marks, settle, virtual
-from smoothctx import HandleState, Reason, Runtime, Session, segments
+from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, marks, settle, virtual
+from smoothctx import HandleState, Policy, Reason, Runtime, Session, Summarize, segments
 
 
 async def turns(session: Session, messages: list[Message], count: int, *, size: int = 55) -> None:
@@ -123,3 +124,53 @@ async def test_a_lookahead_of_another_session_goes_on_when_this_ones_is_cut_anew
         assert session.receipts[-1].how == "fallback" and theirs.state is HandleState.PENDING
         slow.release.set()
         assert await theirs.wait(60) is HandleState.READY
+
+
+@virtual
+async def test_a_place_that_was_kept_is_given_up_after_a_while() -> None:
+    """A lookahead was waited for in vain and dropped in the queue. An hour later a turn at the limit waits for the next
+    one, which is ready at once, rather than falling back."""
+    blocked = [True]
+
+    async def quick(messages: Any, *, max_tokens: int | None = None) -> str:
+        await asyncio.sleep(0.5)
+        return "short summary"
+
+    async def slow(messages: Any, *, max_tokens: int | None = None) -> str:
+        await asyncio.sleep(1000 if blocked[0] else 2)
+        return "slow summary"
+
+    def policy(model: Any) -> Policy:
+        transform = Summarize(model, max_tokens=100, keep=("messages", 2))
+        return Policy(transform, context_window=6000, max_wait=3, timeout=2000)
+
+    async with make_runtime(concurrency=1) as runtime:
+        holders = []
+        for k in range(2):  # other tenants hold every place
+            other = runtime.session(f"b{k}", tenant=f"b{k}", policy=policy(slow))
+            history = [S("b"), *[m for _ in range(6) for m in (H("x" * 400), A("x" * 400))]]
+            await other.commit(history)
+            holders.append(other.schedule_transform("summarize", history, target_segments=range(1, 5)))
+            holders[-1].promote()
+        session, messages = runtime.session("a", policy=policy(quick)), [S("You are A")]
+
+        async def turn(size: int) -> None:
+            messages.append(H("word " * size))
+            await session.commit(messages)
+            await asyncio.sleep(1)
+            messages.append(A("ok"))
+            session.observe(messages)
+            await asyncio.sleep(1)
+
+        while not session.receipts:
+            await turn(300)
+        assert session.receipts[0].how == "fallback"
+        blocked[0] = False
+        for holder in holders:
+            holder.discard("not_needed")
+        await asyncio.sleep(3600)
+        for _ in range(3):
+            await turn(60)
+        before = len(session.receipts)
+        await turn(3000)
+        assert [r.how for r in list(session.receipts)[before:]] == ["promoted"]

@@ -24,7 +24,7 @@ from ..errors import EngineError, EngineOverloaded
 from ..foreground import Foreground
 from ..usage import Usage
 from .binding import Prepared
-from .preload import Preloader, Warmth, valid
+from .preload import Preloader, Warmth, size_of, valid
 
 if TYPE_CHECKING:
     from .client import OpenAIEngine
@@ -34,6 +34,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 #: seconds that a summariser waits for a moment without any turn on the engine
 GAP_WAIT_S = 5.0
+#: seconds that a summariser waits for a slot: where each is an agent's own, none comes
+SEAT_WAIT_S = 5.0
 #: seconds that saving and restoring a slot may take
 COPY_S = 5.0
 #: seconds after which a copy that was to answer one token is taken for cold
@@ -101,22 +103,23 @@ class Aligned:
             EngineOverloaded: the server has asked to be left alone.
         """
         binding, foreground = self._binding, self._foreground
-        warmth, evaluated, prepared = Warmth(), 0, False
+        warmth, evaluated, prepared, share = Warmth(), 0, False, 0.0
         seat: list[Desk] = []
         more: int | None = 0
         try:
             with anyio.move_on_after(self._wait_s):
-                await self._seat(seat)
+                with anyio.move_on_after(SEAT_WAIT_S):
+                    await self._seat(seat)
                 if seat:
-                    desk, extends = seat[0], self._extends(messages)
-                    if extends:
+                    desk, share = seat[0], self._shared(messages)
+                    if extends := share > 0.5:
                         await self._gap()
                     await foreground.wait_until(lambda: not desk.calls)
                     desk.calls, prepared = desk.calls + 1, True
                     if extends:
                         evaluated = await self._bring(desk, request)
                     if not desk.whole and not (desk.copied and self._table.copies_keep):
-                        more = await self._evaluate(desk, messages, request, warmth)
+                        more = await self._evaluate(desk, messages, request, warmth, share)
             if not seat:
                 yield Prepared(await self._own_slot())
                 return
@@ -128,7 +131,7 @@ class Aligned:
             if warmth.begun:
                 yield Prepared(own, more + evaluated if more else None)  # nothing: there was no time for all of it
             else:
-                yield Prepared(own, evaluated, seen=lambda usage: self._judge(desk, usage))
+                yield Prepared(own, evaluated, seen=lambda usage: self._judge(desk, usage, share))
         finally:
             for desk in seat:
                 desk.calls -= prepared
@@ -153,10 +156,14 @@ class Aligned:
         agent = self._binding.agent
         return {} if agent is None else {"id_slot": agent, "cache_prompt": True}
 
-    def _extends(self, messages: Messages) -> bool:
-        """Does this prompt begin as the agent's?"""
-        view = self._view()
-        return not view or not messages or view[0] == messages[0]
+    def _shared(self, messages: Messages) -> float:
+        """The part of this prompt with which the agent's begins too (all of it, where that is not known)."""
+        view, own = self._view(), 0
+        for mine, other in zip(messages, view, strict=False):
+            if mine != other:
+                break
+            own += 1
+        return size_of(messages[:own]) / max(1, size_of(messages)) if view else 1.0
 
     async def _gap(self) -> None:
         foreground, urgent = self._foreground, self._urgent
@@ -233,10 +240,14 @@ class Aligned:
         desk.whole = desk.calls == 1 and binding.change_places(desk, unless=self._turn)
         return usage.input_tokens - (usage.cached_tokens or 0) if desk.cold else 0
 
-    async def _evaluate(self, desk: Desk, messages: Messages, request: Mapping[str, Any], warmth: Warmth) -> int | None:
+    async def _evaluate(
+        self, desk: Desk, messages: Messages, request: Mapping[str, Any], warmth: Warmth, share: float
+    ) -> int | None:
         """Evaluate what the copy has not brought of a summariser's prompt as a preload, which gives way to turns: a
-        prompt that the server evaluates at once delays every other one behind it. How many tokens that were."""
+        prompt that the server evaluates at once delays every other one behind it. Where idle time alone is too little
+        for that, it soon goes on beside the foreground's decode. How many tokens that were."""
         first: Usage | None = None
+        started = anyio.current_time()
 
         async def send(part: Messages) -> Any:
             nonlocal first
@@ -251,6 +262,7 @@ class Aligned:
                 lambda: messages,
                 foreground=self._foreground,
                 needed=lambda: not self._urgent(),
+                hurried=lambda rate: anyio.current_time() - started >= GAP_WAIT_S,
                 keeps=True,
                 warmth=warmth,
                 known_rate=self._engine.rates.prefill,
@@ -260,15 +272,15 @@ class Aligned:
             return None  # the call itself will tell
         if report.aborted or first is None or first.cached_tokens is None:
             return None
-        self._judge(desk, first)
+        self._judge(desk, first, share)
         return report.usage.input_tokens - (report.usage.cached_tokens or 0)
 
-    def _judge(self, desk: Desk, usage: Usage) -> None:
-        """Did the copy bring most of this prompt, or had the agent's own slot it (a llama-server without ``--swa-full``
-        keeps there no more than in a copy)?"""
-        if usage.cached_tokens is None:
+    def _judge(self, desk: Desk, usage: Usage, share: float) -> None:
+        """Did the copy bring what this prompt shares with the agent's, or had the agent's own slot it (a llama-server
+        without ``--swa-full`` keeps there no more than in a copy)? A prompt that shares little says nothing of that."""
+        if usage.cached_tokens is None or share <= 0.5:
             return
-        there = _mostly_cached(usage)
+        there = usage.cached_tokens > 0.5 * share * usage.input_tokens
         if desk.whole and not there:
             self._table.strays += 1
         elif desk.whole and not desk.cold:

@@ -68,6 +68,8 @@ class Warmth:
     #: the last answers in a row that deny that what was evaluated before stayed
     misses: int = 0
     epoch: int = 0  # it was dropped so often
+    #: what its requests have used, as far as nobody has taken note of it
+    spent: Usage = Usage()
 
     def drop(self) -> None:
         """Nothing of it is known to be warm any more."""
@@ -224,7 +226,7 @@ class Preloader:
                     warmth.restart()
                 continue
             requests, in_row = requests + 1, 0
-            usage = usage + reply.usage
+            usage, warmth.spent = usage + reply.usage, warmth.spent + reply.usage
             if upto > done:
                 self._learn(upto - done, upto, reply.usage, self._now() - started, alone=not foreground.busy)
                 more = reply.usage.input_tokens - tokens
