@@ -59,6 +59,8 @@ class Desk:
     whole: bool = False
     #: the copy was not warm for the agent
     cold: bool = False
+    #: a call was written there since: what the agent's slot held beyond its prompt is gone
+    used: bool = False
 
 
 class Aligned:
@@ -127,11 +129,12 @@ class Aligned:
             if not prepared:
                 desk.calls += 1
                 prepared = True
+            first, desk.used = not desk.used, True
             own = {"id_slot": desk.slot, "cache_prompt": True}
             if warmth.begun:
                 yield Prepared(own, more + evaluated if more else None)  # nothing: there was no time for all of it
             else:
-                yield Prepared(own, evaluated, seen=lambda usage: self._judge(desk, usage, share))
+                yield Prepared(own, evaluated, seen=lambda usage: self._judge(desk, usage, share if first else 0.0))
         finally:
             for desk in seat:
                 desk.calls -= prepared
@@ -272,7 +275,7 @@ class Aligned:
             return None  # the call itself will tell
         if report.aborted or first is None or first.cached_tokens is None:
             return None
-        self._judge(desk, first, share)
+        self._judge(desk, first, 0.0 if desk.used else share)
         return report.usage.input_tokens - (report.usage.cached_tokens or 0)
 
     def _judge(self, desk: Desk, usage: Usage, share: float) -> None:

@@ -135,7 +135,7 @@ class SlotBinding:
                         self._drop()
                 if slot is None:
                     return None
-                self._desk = Desk(slot, whole=slot == self._left)
+                self._desk = Desk(slot, whole=slot == self._left, used=slot == self._left)
             self._desk.writers += 1
             return self._desk
 
