@@ -148,6 +148,11 @@ class TrajectoryJudge:
         """Does it have a model?"""
         return self._model is not None
 
+    @property
+    def engine(self) -> Any:
+        """The engine that judges; ``None`` for a plain callable, or without a model."""
+        return None if self._model is None else self._model.engine
+
     async def ask(self, evidence: Evidence, codec: Codec, spent: Callable[[Usage], None]) -> Verdict:
         """What the model says. ``spent`` is told what that cost.
 

@@ -7,13 +7,17 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
 from .blockwise import Blockwise
 from .conversation import Conversation
+from .endpoints import Caller, calling
+from .flight import ASIDE_S
 from .handle import LookaheadHandle
 from .handles import Handles
 from .judge import MAX_MISSED_CHARS, Evidence, TrajectoryJudge, Verdict, text_of
@@ -195,7 +199,7 @@ class Judging:
         return Case(handle, artifact.key, evidence, snapshot)
 
     def _ask(self, case: Case) -> None:
-        runtime, codec = self._conversation.runtime, self._conversation.codec
+        runtime, codec, engine = self._conversation.runtime, self._conversation.codec, self._judge.engine
         judged = Evidence(
             record=case.evidence.record,
             covered="",
@@ -218,7 +222,8 @@ class Judging:
                                 loop.call_soon_threadsafe(scope.cancel)
 
                         case.stop = stop
-                    verdict = await self._judge.ask(judged, codec, lambda usage: self._spent(case, usage))
+                    with self._calling(case, engine):
+                        verdict = await self._judge.ask(judged, codec, lambda usage: self._spent(case, usage))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 with self._lock:
@@ -232,7 +237,15 @@ class Judging:
             with self._lock:
                 self._waive(case, "the judge could not be run")
 
-        runtime.background(f"judge:{self._conversation.id}", run, self._session, never)
+        runtime.background(f"judge:{self._conversation.id}", run, self._session, never, engine=engine)
+
+    def _calling(self, case: Case, engine: Any) -> AbstractContextManager[Caller]:
+        """For whom the judge's model is asked: it keeps out of the turns' way as a summariser does."""
+        runtime, session = self._conversation.runtime, self._session
+        foreground = None if engine is None else runtime.foreground(engine)
+        aside_s = min(ASIDE_S, self._judge.timeout_s / 8)
+        urgent = partial(getattr, case.handle, "promoted")
+        return calling(runtime.endpoints, session.tenant, session.id, urgent, foreground, aside_s)
 
     def _decided(self, case: Case, verdict: Verdict) -> None:
         if case.handle.state in FINAL or self._cases.get(case.handle) is not case:

@@ -36,7 +36,9 @@ from smoothctx import (
     Summarize,
     TrajectoryJudge,
 )
+from smoothctx.economics import Speed
 from smoothctx.judge import Evidence
+from smoothctx.testing import FakeEngine
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 from test_judge import action
@@ -229,6 +231,25 @@ async def test_the_models_verdict_decides() -> None:
         assert verdicts(events) == [True] and judge.answered == 1
         assert [e.data["transform"] for e in events.of("usage")] == ["summarize", "judge"]
         coherent(session, runtime)
+
+
+@virtual
+async def test_promise_05_the_judges_model_is_asked_between_the_first_tokens_of_turns() -> None:
+    """It is an engine on which another session's turn waits for its first token."""
+    engine, events = FakeEngine(GOOD, speed=Speed(1e6, 100.0)), Events()
+    async with make_runtime(on_event=events) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(), validators=[TrajectoryJudge(engine)]))
+        other = runtime.session("other", policy=make_policy(FakeSummarizer()), engine=engine)
+        messages = history()
+        await ready(session, messages)
+        async with other.foreground() as call:
+            messages.append(A("On it."))
+            session.observe(messages)
+            await settle(3)
+            assert not engine.calls
+            call.first_token()
+            await settle(1)
+            assert len(engine.calls) == 1 and verdicts(events) == [True]
 
 
 @virtual
