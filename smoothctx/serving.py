@@ -176,10 +176,10 @@ class Serving:
         if self._binding is not None:
             options.update(self._beside(key))
             if "lookahead" in options:  # where it is written is asked for when it goes out
-                options["lookahead"] = partial(self._prepare, key)
+                options["lookahead"] = partial(self._where_open, key)
         return options
 
-    def _prepare(self, key: str, *call: Any) -> AbstractAsyncContextManager[Prepared]:
+    def _where_open(self, key: str, *call: Any) -> AbstractAsyncContextManager[Prepared]:
         """Prepare a summariser's call where a session works that is open: who began it may have closed since."""
         flight, own = self._runtime.flights.find(self._session.tenant, key), self._session
         others = [] if flight is None else [h.session for h in list(flight.handles) if h.state not in FINAL]
