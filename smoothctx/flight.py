@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
+from . import urgency
 from .codec import Codec
 from .endpoints import Caller, EndpointFull, Endpoints, calling
 from .errors import InvalidOutput, MessageError, StoreError, TransformError
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 Count = Callable[[Sequence[Any]], int]
 
-#: seconds that a work's calls wait for the first tokens of turns
-ASIDE_S = 5.0
 #: seconds after the policy's timeout, of which a preload has as much again, until an engine's is abandoned
 PRELOAD_GRACE_S = 5.0
 
@@ -183,7 +182,7 @@ class Flight:
         """Whose model calls these are, for the lanes of the endpoints."""
         if self.endpoints is None:
             return nullcontext()
-        aside_s = min(ASIDE_S, self.plan.timeout_s / 8)  # most of the time is for the calls themselves
+        aside_s = urgency.aside_s(self.plan.timeout_s)
         return calling(self.endpoints, self.tenant, self.plan.request.session_id, self.urgent, self.foreground, aside_s)
 
     def urgent(self) -> bool:

@@ -9,15 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
+from . import urgency
 from .blockwise import Blockwise
 from .conversation import Conversation
 from .endpoints import Caller, calling
-from .flight import ASIDE_S
 from .handle import LookaheadHandle
 from .handles import Handles
 from .judge import MAX_MISSED_CHARS, Evidence, TrajectoryJudge, Verdict, text_of
@@ -243,9 +242,8 @@ class Judging:
         """For whom the judge's model is asked: it keeps out of the turns' way as a summariser does."""
         runtime, session = self._conversation.runtime, self._session
         foreground = None if engine is None else runtime.foreground(engine)
-        aside_s = min(ASIDE_S, self._judge.timeout_s / 8)
-        urgent = partial(getattr, case.handle, "promoted")
-        return calling(runtime.endpoints, session.tenant, session.id, urgent, foreground, aside_s)
+        aside_s = urgency.aside_s(self._judge.timeout_s)
+        return calling(runtime.endpoints, session.tenant, session.id, lambda: case.handle.promoted, foreground, aside_s)
 
     def _decided(self, case: Case, verdict: Verdict) -> None:
         if case.handle.state in FINAL or self._cases.get(case.handle) is not case:

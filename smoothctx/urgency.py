@@ -18,6 +18,14 @@ import anyio
 
 from .endpoints import Caller, caller
 
+#: seconds that a work's calls wait for the first tokens of turns
+ASIDE_S = 5.0
+
+
+def aside_s(timeout_s: float) -> float:
+    """Seconds of a work's timeout that are for that: most of the time is for the calls themselves."""
+    return min(ASIDE_S, timeout_s / 8)
+
 
 async def complete(engine: Any, messages: list[dict[str, Any]], *, max_tokens: int, options: Mapping[str, Any]) -> Any:
     """``engine.complete``, for whoever the running code calls models for.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
+from helpers import A, H, chat
+from smoothctx import Policy, Summarize
+from smoothctx.economics import Speed
 from smoothctx.engines.binding import Prepared
 from smoothctx.engines.preload import Preloader
 from smoothctx.engines.slot_table import SlotTable
 from smoothctx.engines.slots import SlotBinding
 from smoothctx.errors import EngineRefused
+from smoothctx.foreground import Foreground
 from smoothctx.session import Session
 from smoothctx.testing import FakeEngine
 from smoothctx.testing.cache import Slot, SlotCache
@@ -99,6 +103,28 @@ class SlidingEngine(SlottedEngine):
             tokens, lane.start = self._files[body["filename"]]
             lane.tokens = list(tokens)
         return {}
+
+
+def sliding(*answers: str, prefill: float = 5000.0, slots: int = 4) -> SlidingEngine:
+    """An engine that writes summaries."""
+    return SlidingEngine(*(answers or ["A summary."] * 50), speed=Speed(prefill, 100.0), slots=slots)
+
+
+def summarizing(engine: Any, *, max_tokens: int = 60, layout: str = "aligned", **options: Any) -> Policy:
+    """Its summaries are written by the agent's own engine."""
+    options.setdefault("context_window", 8000)
+    transform = Summarize(engine, keep=("messages", 4), facts=False, max_tokens=max_tokens, layout=layout)
+    return Policy(transform, **options)
+
+
+async def beside(engine: SlottedEngine) -> tuple[SlotBinding, list[Any], Mapping[str, Any]]:
+    """A binding whose agent has answered on an engine that is idle now, its view, and options of a summary's call."""
+    foreground = Foreground(asyncio.get_running_loop().time)
+    binding = engine.bind("s")
+    view = [*chat(20, size=50), H("q"), A("a")]
+    await engine.prefill(view[:-1], **binding.request_options())
+    options = binding.transform_options(foreground, lambda: False, turn=lambda: False, view=lambda: view)
+    return binding, view, options
 
 
 async def ask(session: Session, engine: FakeEngine, messages: list[Any]) -> EngineCall:

@@ -11,25 +11,13 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helpers import A, H, S, chat, make_runtime, settle, virtual
-from slotted import SlidingEngine, SlidingSlot, SlottedEngine, ask
-from smoothctx import AdmitAll, EngineRefused, HandleState, Policy, Session, Summarize
-from smoothctx.economics import Speed
+from slotted import SlidingEngine, SlidingSlot, SlottedEngine, ask, beside, sliding, summarizing
+from smoothctx import AdmitAll, EngineRefused, HandleState, Session
 from smoothctx.engines.aligned import CHECK_S, STRAYS, Desk
 from smoothctx.engines.slots import SlotBinding
 from smoothctx.foreground import Foreground
 
 LONG = "An answer that was written in so many words that it is cut off " * 20
-
-
-def sliding(*answers: str, prefill: float = 5000.0, slots: int = 4) -> SlidingEngine:
-    """An engine that writes summaries."""
-    return SlidingEngine(*(answers or ["A summary."] * 50), speed=Speed(prefill, 100.0), slots=slots)
-
-
-def summarizing(engine: Any, **options: Any) -> Policy:
-    """Its summaries are written by the agent's own engine."""
-    options.setdefault("context_window", 8000)
-    return Policy(Summarize(engine, keep=("messages", 4), facts=False, max_tokens=60), **options)
 
 
 async def begun(runtime: Any, engine: SlidingEngine, **options: Any) -> tuple[Session, list[Any]]:
@@ -259,11 +247,7 @@ async def test_a_summary_that_is_asked_for_again_finds_everything_where_it_was()
 async def test_of_two_summaries_at_once_one_brings_what_both_extend() -> None:
     """They share the slot, and so the agent's prefix in it."""
     engine = sliding()
-    foreground = Foreground(asyncio.get_running_loop().time)
-    binding = engine.bind("s")
-    view = [*chat(20, size=50), H("q"), A("a")]
-    await engine.prefill(view[:-1], **binding.request_options())
-    options = binding.transform_options(foreground, lambda: False, turn=lambda: False, view=lambda: view)
+    _, view, options = await beside(engine)
     async with asyncio.TaskGroup() as group:
         for cut in (16, 8):
             group.create_task(engine.complete([*view[:cut], H("Summarise.")], max_tokens=60, **options))

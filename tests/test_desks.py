@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+import slotted
 from helpers import A, H, S, chat, make_runtime, settle, virtual
-from slotted import SlidingEngine, SlottedEngine, ask
+from slotted import SlidingEngine, SlottedEngine, ask, beside, sliding
 from smoothctx import AdmitAll, EngineOverloaded, EngineRefused, Finish, HandleState, Policy, Summarize
 from smoothctx.economics import Speed
 from smoothctx.engines.aligned import CHECK_S, COPY_S, GAP_WAIT_S, SEAT_WAIT_S, STRAYS
 from smoothctx.engines.preload import Preloader
 from smoothctx.engines.slots import SlotBinding
-from smoothctx.flight import ASIDE_S
 from smoothctx.foreground import Foreground
 from smoothctx.testing import FakeEngine
+from smoothctx.urgency import ASIDE_S
 
 TOKENS = 200
 
 
-def sliding(*answers: str, prefill: float = 5000.0, slots: int = 4) -> SlidingEngine:
-    """An engine that writes summaries."""
-    return SlidingEngine(*(answers or ["A summary."] * 50), speed=Speed(prefill, 100.0), slots=slots)
-
-
-def summarizing(engine: Any, *, layout: str = "aligned", **options: Any) -> Policy:
-    """Its summaries are written by the agent's own engine."""
-    options.setdefault("context_window", 8000)
-    transform = Summarize(engine, keep=("messages", 4), facts=False, max_tokens=TOKENS, layout=layout)
-    return Policy(transform, **options)
+summarizing = partial(slotted.summarizing, max_tokens=TOKENS)
 
 
 def summaries(engine: SlidingEngine) -> list[Any]:
@@ -63,11 +56,7 @@ async def test_two_summaries_of_a_session_never_meet_in_a_slot() -> None:
         return await copy(path, body)
 
     engine.post_json = once  # type: ignore[method-assign]
-    foreground = Foreground(asyncio.get_running_loop().time)
-    binding = engine.bind("s")
-    view = [*chat(20, size=50), H("q"), A("a")]
-    await engine.prefill(view[:-1], **binding.request_options())
-    options = binding.transform_options(foreground, lambda: False, turn=lambda: False, view=lambda: view)
+    binding, view, options = await beside(engine)
     async with asyncio.TaskGroup() as group:
         for cut in (16, 8):
             group.create_task(engine.complete([*view[:cut], H("Summarise.")], max_tokens=TOKENS, **options))
