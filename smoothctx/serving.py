@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
@@ -262,6 +263,7 @@ class Serving:
             artifact = session.likeliest(flight, artifact, self._latest)
             warmth = self._warmth.pop(artifact.key, warmth)
             self._warmth[artifact.key] = warmth  # the newest
+            self._begin_behind(warmth, view())
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
             binding, self._prepared = self._binding, True
@@ -286,6 +288,15 @@ class Serving:
             warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
         self._share(flight, artifact.key, warmth)
         return self._reported(report, flight, counted=spent.calls > 0)
+
+    def _begin_behind(self, warmth: Warmth, view: Sequence[dict[str, Any]]) -> None:
+        """Where the engine finds what it has cached by content, what the view has in common with the agent's last
+        call is warm already."""
+        if getattr(self._binding, "by_content", False) and not (warmth.done or warmth.misses or warmth.epoch):
+            sent = (m for own in self._sent for m in openai_messages(self._session.codec, own))
+            common = [new for new, old in takewhile(_alike, zip(view, sent, strict=False))]
+            if common:
+                warmth.part, warmth.done = common, size_of(common)
 
     def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
         """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
@@ -479,6 +490,10 @@ class Serving:
             self._foreground.poke()  # a preload for this session ends
         self._warmth.clear()
         self._latest, self._sent = [], []
+
+
+def _alike(pair: tuple[object, object]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _slotted(engine: Any) -> bool:

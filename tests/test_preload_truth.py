@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import A, Events, FakeSummarizer, H, Message, chat, make_policy, make_runtime, settle, virtual
+from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, settle, virtual
 from slotted import SlottedEngine, ask
 from smoothctx import HandleState, Policy, Session, Summarize, Usage
 from smoothctx.economics import Speed
@@ -73,6 +73,38 @@ async def test_promise_15_a_preload_that_kept_up_is_called_warm() -> None:
             assert sum(c.input_tokens - c.cached_tokens for c in again) < 200
         assert session.receipts[0].warm is True
         assert call.input_tokens - call.cached_tokens < 200 < call.input_tokens / 2
+
+
+@virtual
+async def test_a_preload_begins_where_the_view_departs_from_what_the_agent_sent() -> None:
+    """The rules that stand before the rewrite are in the cache: no request only walks through them."""
+    engine = FakeEngine(*["ok"] * 50, block_tokens=16, speed=Speed(500.0, 100.0))
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=at_limit(FakeSummarizer(), 8000), engine=engine)
+        messages = [S("A rule of many. " * 500), *chat(26, size=100, system=False)]
+        await ask(session, engine, messages[:20])
+        before = len(engine.calls)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        first, last = engine.calls[before], engine.calls[-1]
+        assert handle.artifact is not None and handle.artifact.warm and last.input_tokens > first.input_tokens
+        assert first.cached_tokens > 1900 and all(c.input_tokens - c.cached_tokens > 16 for c in engine.calls[before:])
+
+
+@virtual
+async def test_a_beginning_that_was_evicted_is_evaluated_again() -> None:
+    """What the agent sent last is no longer in the cache: the view is warm in the end all the same."""
+    engine = FakeEngine(*["ok"] * 50, block_tokens=16, cache_blocks=600, speed=Speed(500.0, 100.0))
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=at_limit(FakeSummarizer(), 8000), engine=engine)
+        messages = [S("A rule of many. " * 500), *chat(26, size=100, system=False)]
+        await ask(session, engine, messages[:20])
+        await engine.prefill([H("Somebody else's.", size=8800)])
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        assert handle.artifact is not None and handle.artifact.warm
+        call = await ask(session, engine, [*messages, H("And now?", size=20)])
+        assert call.input_tokens - call.cached_tokens < 200
 
 
 @virtual
