@@ -232,6 +232,7 @@ class Launcher:
             max_tokens=cap,
             missed=session.missed(history.chain[run.start]),
             options=self._serving.aligned(transform, key),
+            prompt=self._serving.prompt(transform),
         )
         carried = {*pins, *message_pins(request.messages, codec)}  # they stay in any case
         shown_tokens = history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits)

@@ -11,11 +11,12 @@ from .codec import openai_messages
 from .digest import chain
 from .engines.preload import for_a_while
 from .flight import Flight
+from .request import read_request
 from .states import FINAL, HandleState
 
 if TYPE_CHECKING:
     from .engines.binding import EngineBinding
-    from .engines.preload import PreloadReport
+    from .engines.preload import PreloadReport, Warmth
     from .foreground import Foreground
     from .session import Session
     from .warming import Gate
@@ -45,17 +46,24 @@ class Openings:
         self._lock = threading.Lock()
 
     async def warm(
-        self, flight: Flight, bind: Callable[[], EngineBinding], foreground: Foreground, gate: Gate
+        self,
+        flight: Flight,
+        bind: Callable[[], EngineBinding],
+        foreground: Foreground,
+        gate: Gate,
+        warmth: Warmth,
     ) -> PreloadReport | None:
         """Preload the opening that ``flight`` has made, while anybody waits for it; ``None`` if nobody does. It ends
-        when ``gate`` does not let a request through: cold messages that are waited for are better than none.
+        when ``gate`` does not let a request through: cold messages that are waited for are better than none. ``warmth``
+        tells, also of a preload that is cut off, what was used.
 
         Raises:
             Exception: whatever the engine raised, as it is.
         """
         session, messages = self._session, flight.opening or ()
-        prompt = [sent for m in messages for sent in openai_messages(session.codec, m)]
         wish = getattr(flight.plan.transform, "request", None)
+        options, lead = (session.request, ()) if wish is None else read_request(wish)
+        prompt = [*lead, *(sent for m in messages for sent in openai_messages(session.codec, m))]
         if not messages or not _wanted(flight):
             return None
         held = _Opening(flight, len(messages), chain(session.codec, messages)[-1], bind())
@@ -74,11 +82,12 @@ class Openings:
                 report = await gate.open(
                     lambda may: held.binding.preload(
                         lambda: prompt,
-                        request=session.request if wish is None else wish,
+                        request=options,
                         foreground=foreground,
                         needed=lambda: not closed_for and held in self._held and _wanted(flight) and time_left(),
                         hurried=lambda rate: any(h.promoted for h in flight.handles),
                         may=may,
+                        warmth=warmth,
                     ),
                     closed_for.append,
                 )

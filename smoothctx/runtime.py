@@ -28,6 +28,7 @@ from .foreground import Foreground
 from .policy import Policy
 from .pool import TaskPool, Work
 from .probing import Probing, engine_name
+from .request import read_request
 from .session import Session
 from .states import Reason
 from .store import Store, check_store
@@ -223,7 +224,8 @@ class Runtime:
             engine: the agent's own engine, to preload the view that a commit will produce. One that can be probed and
                 was not is, in the background; a llama.cpp server's slots are used from the next turn after that on.
                 Share one object among all sessions on a server: its slots are handed out by it.
-            request: the constant part of the agent's request (tools, template options, salt).
+            request: the constant part of the agent's request (tools, template options, salt). Its ``"messages"`` are
+                those that stand before the history in each call, such as a system prompt that is kept apart.
 
         Raises:
             ClosedError: the runtime is not open.
@@ -239,8 +241,7 @@ class Runtime:
             check_codec(codec)
         if parent is not None and not isinstance(parent, Session):
             raise ConfigurationError(f"parent={parent!r}: expected the Session whose sub-agent this is, or None")
-        if request is not None and not isinstance(request, Mapping):
-            raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
+        read_request(request)
         with self._lock:
             if self._closed or not self._open:
                 raise ClosedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,7 @@ class Serving:
         self._sent: list[Any] = []  # the view that the agent's last call was made with
         self._rewarming = False
         self._prepared = False  # the binding may hold something for a view that was not committed
+        self._asked = self._volatile = False  # the request was seen with a turn; it is another one with each
         #: what the engine has warmed for this session, of the view of each artifact by its key
         self._warmth: dict[str, Warmth] = {}
 
@@ -161,7 +162,7 @@ class Serving:
     def preloads(self, preload_kv: bool | None) -> bool:
         """Is a view of this session preloaded? ``None``: as the policy and the engine say."""
         wish = self._session.policy.preload_kv if preload_kv is None else preload_kv
-        if self._binding is None or wish is False or self._behind:
+        if self._binding is None or wish is False or self._behind or self._volatile:
             return False
         return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
 
@@ -179,6 +180,11 @@ class Serving:
             if "lookahead" in options:  # where it is written is asked for when it goes out
                 options["lookahead"] = partial(self._where_open, key)
         return options
+
+    def prompt(self, transform: Transform) -> Sequence[Mapping[str, Any]]:
+        """What stands before the conversation in a request of a summariser on the agent's own engine."""
+        session = self._session
+        return session.prompt if session.engine is not None and uses(transform, session.engine) else ()
 
     def _where_open(self, key: str, *call: Any) -> AbstractAsyncContextManager[Prepared]:
         """Prepare a summariser's call where a session works that is open: who began it may have closed since."""
@@ -221,10 +227,12 @@ class Serving:
         """What the agent was sent last and has answered since, as it would send it next."""
         session = self._session
 
-        def shown() -> list[dict[str, Any]]:
-            return [m for own in session.shown(self._latest) for m in openai_messages(session.codec, own)]
+        return self._ask("view", lambda: self._rendered(session.shown(self._latest)), [])
 
-        return self._ask("view", shown, [])
+    def _rendered(self, view: Sequence[Any]) -> list[dict[str, Any]]:
+        """The messages of the agent's request for this view."""
+        session = self._session
+        return [*map(dict, session.prompt), *(sent for m in view for sent in openai_messages(session.codec, m))]
 
     async def warm_up(self, flight: Flight, artifact: Artifact, preload_kv: bool | None) -> bool:
         """Preload what ``flight`` has made, for the first session that holds a handle of it and still needs it."""
@@ -250,7 +258,7 @@ class Serving:
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
         session = self._session
-        if self._binding is None or session.closed or not session.wants_preload():
+        if self._binding is None or self._volatile or session.closed or not session.wants_preload():
             return False
         shown: list[dict[str, Any]] = []
         warmth = Warmth()
@@ -266,14 +274,14 @@ class Serving:
             self._begin_behind(warmth, view())
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
-            binding, self._prepared = self._binding, True
+            binding, self._prepared, request = self._binding, True, session.request
             with for_a_while(self._foreground, session.policy.timeout) as time_left:
                 report = await self._gate.open(
                     lambda may: binding.preload(
                         view,
-                        request=session.request,
+                        request=request,
                         foreground=self._foreground,
-                        needed=lambda: self.waits_for(flight) and time_left(),
+                        needed=lambda: session.request is request and self.waits_for(flight) and time_left(),
                         hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
@@ -293,8 +301,8 @@ class Serving:
         """Where the engine finds what it has cached by content, what the view has in common with the agent's last
         call is warm already."""
         if getattr(self._binding, "by_content", False) and not (warmth.done or warmth.misses or warmth.epoch):
-            sent = (m for own in self._sent for m in openai_messages(self._session.codec, own))
-            common = [new for new, old in takewhile(_alike, zip(view, sent, strict=False))]
+            both = zip(view, self._rendered(self._sent), strict=False)
+            common = [new for new, old in takewhile(_alike, both)] if self._sent else []
             if common:
                 warmth.part, warmth.done = common, size_of(common)
 
@@ -304,7 +312,7 @@ class Serving:
             return
         own = self._session
         for session in {h.session for h in list(flight.handles) if h.session is not own and h.state not in FINAL}:
-            if session.engine is own.engine and session.request == own.request:
+            if session.engine is own.engine and (session.request, session.prompt) == (own.request, own.prompt):
                 session.serving.heard(key, warmth)
 
     def heard(self, key: str, warmth: Warmth) -> None:
@@ -313,8 +321,7 @@ class Serving:
 
     def _shown(self, artifact: Artifact, messages: Sequence[Any]) -> list[dict[str, Any]]:
         """What the agent would send after committing ``artifact``."""
-        session = self._session
-        return [sent for m in session.preview(artifact, messages) for sent in openai_messages(session.codec, m)]
+        return self._rendered(self._session.preview(artifact, messages))
 
     def warm(self, artifact: Artifact, messages: Sequence[Any]) -> bool:
         """Is the view that committing ``artifact`` to these messages gives warm where this session's next call goes?
@@ -341,13 +348,16 @@ class Serving:
         """Warm the engine's cache with a sub-agent's opening. Is all of it warm?"""
         if (binding := self._binding) is None:
             return False
+        warmth = Warmth()
         try:
             if self._runtime.endpoints.rests(self._session.engine) > 0:  # its messages are waited for: cold, at once
                 return False
-            report = await self.openings.warm(flight, binding.opening, self._foreground, self._gate)
+            report = await self.openings.warm(flight, binding.opening, self._foreground, self._gate, warmth)
         except Exception as error:  # a cold sub-agent is slower, never wrong
             return self._refused(error, opening=True)
-        return report is not None and self._reported(report, flight, opening=True)
+        finally:  # also when it is cut off
+            self._runtime.flights.warmed(flight, warmth.spent)
+        return report is not None and self._reported(report, flight, counted=warmth.spent.calls > 0, opening=True)
 
     def _refused(self, error: Exception, **more: Any) -> bool:
         """A preload failed. An overloaded engine is left alone as it asked; that it is so is no error."""
@@ -393,6 +403,14 @@ class Serving:
         if opening is not None:
             self._ask("take_over", lambda: binding.take_over(opening), None)
             self._ask("close", opening.close, None)
+
+    def asked(self, changed: bool) -> None:
+        """The agent's request was seen with a turn; has it changed? Then what was warmed for the last one is cold."""
+        self._volatile, self._asked = changed and self._asked, True
+        if changed:
+            self._sent = []
+            for key in list(self._warmth):
+                (self._warmth.pop(key, None) or Warmth()).drop()
 
     def follow(self, messages: Sequence[Any]) -> None:
         """These are the latest messages: what a preload warms."""
@@ -451,13 +469,13 @@ class Serving:
         binding, session = self._binding, self._session
         if getattr(binding, "aligned", True):
             return True  # one place for all, or one that holds what the other does
-        view, kept = session.branch.project(self._latest), 0
+        view, kept = session.branch.project(self._latest), size_of(session.prompt)
         for old, new in zip(self._sent, view, strict=False):
             sent = openai_messages(session.codec, new)
             if old is not new and openai_messages(session.codec, old) != sent:
                 break
             kept += size_of(sent)
-        warmth.fit([sent for m in view for sent in openai_messages(session.codec, m)])
+        warmth.fit(self._rendered(view))
         return warmth.held > kept
 
     def preloaded(self, *keys: str) -> bool:

@@ -34,6 +34,7 @@ from .openings import Openings
 from .outcomes import CommitOutcome
 from .policy import Policy
 from .receipts import Receipt
+from .request import Prompt, read_request
 from .rest import Rest
 from .serving import Serving
 from .shelf import BranchInfo, Shelf
@@ -74,7 +75,11 @@ class Session:
         self.codec = codec
         self.parent = parent
         self.engine = engine
-        self.request: Mapping[str, Any] = {k: v for k, v in (request or {}).items() if k != "messages"}
+        self._given = dict(request or {})
+        self.request: Mapping[str, Any]
+        #: messages that stand before the history in each of the agent's calls, where the framework keeps them apart
+        self.prompt: Prompt
+        self.request, self.prompt = read_request(request)
         #: texts that every summary carries word for word
         self.pins: tuple[str, ...] = ()
         #: names of tasks that every summary lists word for word
@@ -309,6 +314,23 @@ class Session:
         """What to merge into the next model call on the agent's engine (slot, salt, priority)."""
         return self._serving.request_options()
 
+    def use_request(self, request: Mapping[str, Any]) -> None:
+        """The constant part of the agent's request, as seen with the turn that is about to begin; what
+        ``runtime.session`` was given stands above it.
+
+        What was preloaded for another one is cold, and while it changes with every turn nothing is preloaded. Never
+        raises.
+        """
+        try:
+            with self._lock:
+                options, prompt = read_request({**request, **self._given})
+                changed = (options, prompt) != (self.request, self.prompt)
+                if changed:
+                    self.request, self.prompt = options, prompt
+                self._serving.asked(changed)
+        except Exception as error:
+            self._conversation.error(error, "use_request")
+
     @asynccontextmanager
     async def foreground(self) -> AsyncGenerator[ForegroundCall]:
         """Tell us of a model call that you make yourself, so that background work keeps out of its way."""
@@ -350,8 +372,9 @@ class Session:
             tenant=self.tenant,
             parent=self.parent,
             engine=self.engine,
-            request=self.request,
+            request=self._given,
         )
+        other.use_request({**self.request, "messages": self.prompt})
         self.share_with(other)
         return other
 

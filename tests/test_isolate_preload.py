@@ -253,6 +253,20 @@ async def test_it_is_warmed_with_the_request_that_will_be_sent() -> None:
 
 
 @virtual
+async def test_promise_09_what_a_discarded_opening_had_warmed_is_wasted() -> None:
+    """Its preload was cut off between two chunks: what those cost is counted, as preload and as waste."""
+    engine = FakeEngine("ok", block_tokens=16, speed=Speed(prefill_tokens_per_s=100.0, decode_tokens_per_s=100.0))
+    async with make_runtime() as runtime:
+        _, _, handle = await opened(runtime, engine)
+        await settle(3)
+        handle.discard()
+        await settle(1)
+        done = [c for c in engine.calls if c.outcome == "done"]
+        assert engine.calls[-1].outcome == "cancelled" and runtime.counters.preload_usage.calls == len(done) > 0
+        assert runtime.counters.wasted_tokens == sum(c.input_tokens - c.cached_tokens for c in done)
+
+
+@virtual
 async def test_on_a_server_that_finds_prefixes_by_content() -> None:
     """No slots: it is warmed as well, and any session's call hits."""
     engine = FakeEngine("ok", block_tokens=16)

@@ -46,6 +46,8 @@ class TransformRequest:
     ``max_tokens``: the messages are one block of the conversation, and its summary may have that many tokens in all;
     ``None``: the transform's own options say how the run is cut and what it may cost.
     ``missed``: what an earlier result for these messages lacked: a summariser is told. Not part of any key.
+    ``prompt``: OpenAI-style messages that stand before all of these in the agent's own requests, kept apart from the
+    conversation: for a summariser on the agent's own engine.
     ``on_usage``: called with the usage of each model call as it ends, so that failed work is accounted too.
     """
 
@@ -63,6 +65,7 @@ class TransformRequest:
     shown: Sequence[Any] | None = None
     max_tokens: int | None = None
     missed: str | None = None
+    prompt: Sequence[Mapping[str, Any]] = ()
     on_usage: Callable[[Usage], None] | None = None
     #: options for a model call that should reuse the agent's cached prefix (tools, template, salt, lane, ...)
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..codec import USER_STUB
 from ..errors import ConfigurationError, TransformError
+from ..request import read_request
 from .base import Locality, Rewrite, Size, TransformRequest, fingerprint
 from .inputs import paired
 
@@ -50,8 +51,7 @@ class Isolate:
             raise ConfigurationError(f"instruction={instruction!r}: expected a text that is not empty")
         if select is not None and not callable(select):
             raise ConfigurationError(f"select={select!r}: expected a callable (list of messages) -> list, or None")
-        if request is not None and not isinstance(request, Mapping):
-            raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
+        read_request(request)
         self.system, self.instruction, self.select = system, instruction, select
         self.request = None if request is None else dict(request)
         # A request of its own is part of what is prepared: another one warms another prompt.

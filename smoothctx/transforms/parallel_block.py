@@ -12,7 +12,7 @@ from ..usage import Usage
 from . import facts as durable
 from .base import TransformRequest
 from .inputs import InputUnit, fence, head, opens_with_user, pieces, transcript, units
-from .model import ModelReply, options_tokens
+from .model import ModelReply, estimate, options_tokens
 from .prompts import PART, missing
 from .prompts_blocks import TARGET, instruction, merging
 from .replies import clean, was_cut
@@ -123,6 +123,7 @@ class BlockJob:
         own = self.options
         window = own.window or own.model.window or self.request.context_tokens or DEFAULT_WINDOW
         spent = limit + count_text(told) + 4 * MESSAGE_TOKENS + 32 + options_tokens(self._request_options())
+        spent += estimate(self.request.prompt)
         if window - spent < MIN_INPUT:
             raise TransformError(
                 f"parallel_summarize: the summariser's window of {window} tokens leaves {window - spent} for input "
@@ -166,10 +167,11 @@ class BlockJob:
     async def _ask(self, before: list[dict[str, Any]], target: str, told: Callable[[bool], str], limit: int) -> str:
         """One text, asked for a second time if the first was cut off, too long, or of no use."""
         strict, failed = False, InvalidOutput("summary: there was no answer")
+        prompt = [dict(m) for m in self.request.prompt]
         for _ in range(2):
             last = {"role": "user", "content": f"{fence(target, TARGET)}\n\n{told(strict)}"}
             reply = await self.options.model.ask(
-                opens_with_user([*before, last]), max_tokens=limit, options=self._request_options()
+                opens_with_user([*prompt, *before, last]), max_tokens=limit, options=self._request_options()
             )
             self.usage += reply.usage
             if self.request.on_usage is not None:

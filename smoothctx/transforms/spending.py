@@ -12,7 +12,7 @@ from ..tokens import MESSAGE_TOKENS, count_text
 from .base import Transform, TransformRequest
 from .chain import Chain
 from .keep_recent import KeepRecent
-from .model import options_tokens
+from .model import estimate, options_tokens
 from .offload import Offload
 from .parallel import ParallelSummarize
 from .prompts import PART, STANDALONE_SYSTEM, instruction, missing
@@ -104,7 +104,7 @@ def _tokens(request: TransformRequest, messages: Sequence[Any]) -> int:
 
 
 def _options(own: Summarize | ParallelSummarize, request: TransformRequest) -> int:
-    return options_tokens(request.options) if own.engine is not None else 0
+    return options_tokens(request.options) + estimate(request.prompt) if own.engine is not None else 0
 
 
 def _window(own: Summarize | ParallelSummarize, request: TransformRequest) -> int:

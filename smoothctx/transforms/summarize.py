@@ -12,7 +12,7 @@ from ..usage import Usage
 from . import facts as durable
 from .base import Locality, Rewrite, Size, TransformRequest, check_size, fingerprint
 from .inputs import InputUnit, fence, head, opens_with_user, pieces, plain, transcript, units
-from .model import Model, ModelReply, options_tokens
+from .model import Model, ModelReply, estimate, options_tokens
 from .prompts import PART, STANDALONE_SYSTEM, instruction, missing
 from .replies import clean, was_cut
 
@@ -191,6 +191,8 @@ class _Run:
         spent += options_tokens(self._request_options())
         if options.layout == "standalone":
             spent += count_text(STANDALONE_SYSTEM) + 16
+        else:
+            spent += estimate(self.request.prompt)
         if window - spent < MIN_INPUT:
             raise TransformError(
                 f"summarize: the summariser's window of {window} tokens leaves {window - spent} for input "
@@ -265,7 +267,8 @@ class _Run:
     def _with_instruction(self, messages: list[dict[str, Any]], *, strict: bool) -> list[dict[str, Any]]:
         text = self.options._instruction(strict=strict) + missing(self.request.missed)
         if self.options.layout == "aligned":
-            return opens_with_user([*messages, {"role": "user", "content": text}])
+            prompt = [dict(m) for m in self.request.prompt]
+            return opens_with_user([*prompt, *messages, {"role": "user", "content": text}])
         system, user = messages
         return [system, {"role": "user", "content": f"{user['content']}\n\n{text}"}]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from agent_framework import Agent, ChatMiddleware
 
-from agent_framework_fakes import FakeClient, agent_of, ask, text
+from agent_framework_fakes import FakeClient, agent_of, ask, lookup, text
 from driving import small_policy
-from helpers import FakeSummarizer, fill, make_runtime, settle, virtual
+from helpers import Events, FakeSummarizer, fill, make_runtime, settle, virtual
 from smoothctx.testing import FakeEngine
 from smoothctx_autogen.agent_framework import LookaheadMiddleware
 
@@ -40,3 +41,52 @@ async def test_a_call_is_in_the_foreground_of_the_agents_engine(stream: bool) ->
         (found,) = lookahead.sessions(session)
         assert found.receipts and all(r.warm for r in found.receipts)
         assert engine.calls and all(call.options["tools"] == request["tools"] for call in engine.calls)
+
+
+@virtual
+async def test_promise_15_instructions_and_tools_are_preloaded_as_they_are_sent() -> None:
+    """Nothing is told of them; each request that goes out ahead begins with them."""
+    engine = FakeEngine(block_tokens=16)
+    async with make_runtime() as runtime:
+        policy = small_policy(FakeSummarizer(delay=0.1), trigger=("messages", 6))
+        client = FakeClient(reply=lambda _: [text(fill("<900> reply", 60))])
+        agent = agent_of(client, LookaheadMiddleware(runtime, policy, engine=engine), tools=[lookup])
+        session = agent.create_session()
+        for k in range(8):
+            await ask(agent, fill(f"<{k}> question", 60), session)
+            await settle(2)
+        assert client.options[-1]["instructions"] == "You are an agent." and runtime.counters.committed
+        assert engine.calls
+        for call in engine.calls:
+            assert call.messages[0] == {"role": "system", "content": "You are an agent."}
+            assert [t["function"]["name"] for t in call.options["tools"]] == ["lookup"]
+            assert "key" in call.options["tools"][0]["function"]["parameters"]["properties"]
+
+
+class Odd:
+    """No tool that anybody could write down."""
+
+
+class Puts(ChatMiddleware):
+    """Gives the client such a tool."""
+
+    async def process(self, context: Any, call_next: Any) -> None:
+        """With it."""
+        context.options = {**(context.options or {}), "tools": [Odd()]}
+        await call_next()
+
+
+@virtual
+async def test_a_tool_that_only_its_client_can_write_is_said_once() -> None:
+    """The calls go on."""
+    engine, events = FakeEngine(block_tokens=16), Events()
+    async with make_runtime(on_event=events) as runtime:
+        policy = small_policy(FakeSummarizer(delay=0.1), trigger=("messages", 6))
+        lookahead = LookaheadMiddleware(runtime, policy, engine=engine)
+        agent = Agent(client=FakeClient(), name="bob", middleware=[Puts(), lookahead])
+        session = agent.create_session()
+        for k in range(8):
+            await ask(agent, fill(f"<{k}> question", 60), session)
+            await settle(2)
+        (event,) = events.of("request.unread")
+        assert "Odd" in event.data["why"] and runtime.counters.committed and not events.of("error")

@@ -34,6 +34,7 @@ from smoothctx.lines import Lines
 
 from .agent_framework_codec import AgentFrameworkMessages
 from .agent_framework_model import ChatClientModel, background, in_background
+from .agent_framework_request import request_of
 from .agent_framework_turn import Turn
 from .checks import RawTurns, check_engine, check_policy, check_request, check_runtime, check_text, guarded, warn
 
@@ -73,7 +74,8 @@ class LookaheadMiddleware(ChatMiddleware):
             sessions.
         tenant: whose conversations these are.
         engine: the agent's own engine, to preload views (see ``Runtime.session``) and to keep out of its calls' way.
-        request: the constant part of the agent's requests.
+        request: the constant part of the agent's requests, where more is known of it than its instructions and tools,
+            which are seen with each call.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.
@@ -182,6 +184,7 @@ class LookaheadMiddleware(ChatMiddleware):
                 messages = [m for m in given if m.additional_properties.get(EXCLUDED_KEY) is not True]
             session = turn.enter(self._lines, self._bucket(context.session, messages), messages)
             self._restore(context.session, session)
+            self._ask(session, context)
             view = await session.commit(messages)
             self._save(context.session, session)
             turn.call_begins()
@@ -208,6 +211,15 @@ class LookaheadMiddleware(ChatMiddleware):
             return f"agent-framework/{self.name}/opening"
         self._codec.check(opening, messages.index(opening))
         return f"agent-framework/{self.name}/opening/{link(ROOT, self._codec, opening).hex()}"
+
+    def _ask(self, session: Session, context: ChatContext) -> None:
+        """Let the session know what the agent sends beside its messages, where an engine is to be warmed with it."""
+        if session.engine is None:
+            return
+        try:
+            session.use_request(request_of(context.options))
+        except Exception as error:  # what was known of the request stays
+            self._say(f"what is preloaded is not what this agent sends: {error}", "request.unread")
 
     def _like(self, other: LookaheadMiddleware) -> bool:
         """Would this one only do again what the other does?"""
@@ -241,11 +253,12 @@ class LookaheadMiddleware(ChatMiddleware):
     def _failed(self, error: Exception) -> None:
         self._runtime.events.error(error, where="agent_framework", tenant=self._tenant)
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, event: str = "history.elsewhere") -> None:
         if why not in self._said:
             self._said.add(why)
-            self._runtime.events.emit("history.elsewhere", why=why)
-            warn("agent_framework", f"LookaheadMiddleware leaves this agent's context alone: {why}")
+            self._runtime.events.emit(event, why=why)
+            about = "LookaheadMiddleware leaves this agent's context alone: " if event == "history.elsewhere" else ""
+            warn("agent_framework", about + why)
 
     def __repr__(self) -> str:
         return f"LookaheadMiddleware(name={self.name!r})"

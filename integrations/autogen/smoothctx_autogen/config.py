@@ -83,9 +83,11 @@ class LookaheadOptions(BaseModel):
     Every field is the option of the same name of ``smoothctx.Policy`` or ``smoothctx.Summarize``; some differ.
     ``commit`` takes a rule too: ``KStepOff(4)``, or as it stands in a config, ``{"name": "KStepOff", "k": 4}``.
     ``layout`` is ``"standalone"``: the summariser gets a transcript, which every client takes, with or without tools
-    and images, and the agent's system message is not part of the context anyway. So ``preload_kv`` is ``False``: what
-    is preloaded would not be what an agent with a system message sends. ``fallback_keep`` is what ``KeepRecent`` keeps
-    at the hard limit. Values are checked where the context is made (``ConfigurationError``).
+    and images, and the agent's system message is not part of the context. So ``preload_kv`` is ``False``: what is
+    preloaded would not be what an agent with a system message sends, unless the context is given it in ``request=``:
+    ``{"messages": [{"role": "system", "content": "..."}], "tools": [...]}``; then ask for it with ``"auto"`` or
+    ``True``. ``fallback_keep`` is what ``KeepRecent`` keeps at the hard limit. Values are checked where the context is
+    made (``ConfigurationError``).
     """
 
     model_config = ConfigDict(extra="forbid")

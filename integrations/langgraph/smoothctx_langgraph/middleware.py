@@ -38,7 +38,8 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
         tenant: whose conversations these are: a name, or a function of the run's config. Where that fails the model
             sees the messages as they are, and a warning and the event ``turn.raw`` say so.
         engine: the agent's own engine, to preload the view that a commit will produce.
-        request: the constant part of the agent's request.
+        request: the constant part of the agent's request, where more is known of it than its system prompt and tools,
+            which are seen with each turn.
         retrieve: give the agent the ``retrieve`` tool; by default where the policy offloads.
 
     Raises:
@@ -74,7 +75,7 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
     ) -> ModelResponse[Any] | ExtendedModelResponse[Any]:
         """Call the model with the view."""
         saved = self._saved(request)
-        with self._turns.turn_sync(request.messages, place=self._name, saved=saved) as turn:
+        with self._turns.turn_sync(request.messages, place=self._name, saved=saved, asked=request) as turn:
             with turn.calling():
                 response = handler(request.override(messages=cast("list[Any]", turn.view)))
             turn.reply = response.result
@@ -85,7 +86,7 @@ class LookaheadMiddleware(AgentMiddleware[LookaheadAgentState, Any, Any]):
     ) -> ModelResponse[Any] | ExtendedModelResponse[Any]:
         """:meth:`wrap_model_call` under ``ainvoke`` and ``astream``."""
         saved = self._saved(request)
-        async with self._turns.turn(request.messages, place=self._name, saved=saved) as turn:
+        async with self._turns.turn(request.messages, place=self._name, saved=saved, asked=request) as turn:
             with turn.calling():
                 response = await handler(request.override(messages=cast("list[Any]", turn.view)))
             turn.reply = response.result

@@ -78,14 +78,14 @@ class LookaheadStateMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
         """The model call, as it is; background work keeps out of its way until it is over."""
-        with self._turns.call(request.state.get("messages", []), place=self._name):
+        with self._turns.call(request.state.get("messages", []), place=self._name, asked=request):
             return handler(request)
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ModelResponse[Any]:
         """:meth:`wrap_model_call` under ``ainvoke`` and ``astream``."""
-        with self._turns.call(request.state.get("messages", []), place=self._name):
+        with self._turns.call(request.state.get("messages", []), place=self._name, asked=request):
             return await handler(request)
 
 

@@ -13,19 +13,23 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import BaseMessage
 
 from smoothctx import ClosedError, Policy, Runtime, Session
 from smoothctx.lines import Lines
 
+from .asked import Asked
 from .codec import LangChainMessages
 from .identity import Identity, identity
 from .notices import Notices
 from .options import Tenant, check_turns, tenant_of
 from .rewrite import Gap, fill, gaps, own
 from .tools import forgets
+
+if TYPE_CHECKING:
+    from langchain.agents.middleware.types import ModelRequest
 
 #: views kept for a node that may run again: after a retry or an interrupt it sees what it saw before
 MAX_PINS = 256
@@ -87,6 +91,7 @@ class Turns:
         self.policy = policy
         self.codec = LangChainMessages() if codec is None else codec
         self.notices = Notices(runtime.events)
+        self._asked = Asked(self.codec)
         self._tenant = tenant
         self._forgets = rewrites and forgets(runtime, policy)
         self._lines = Lines(runtime, policy=policy, codec=self.codec, engine=engine, request=request)
@@ -104,6 +109,7 @@ class Turns:
         place: str | None = None,
         saved: Sequence[str] | None = (),
         due_s: float | None = None,
+        asked: ModelRequest[Any] | None = None,
     ) -> AsyncIterator[Turn]:
         """A turn of an asynchronous node.
 
@@ -112,8 +118,9 @@ class Turns:
             place: names the place in the graph; by default the node that runs.
             saved: what an earlier turn left in the graph's state; ``None`` where nothing is kept there.
             due_s: a later step of the graph makes the model call, in :meth:`call`: it begins within so many seconds.
+            asked: the agent's request, where it is known: what it sends beside its messages.
         """
-        with self._open(messages, place, saved, due_s) as turn:
+        with self._open(messages, place, saved, due_s, asked) as turn:
             if turn.session is not None and not turn.shown:
                 self._see(turn, messages, await turn.session.commit(messages), saved)
             yield turn
@@ -126,20 +133,24 @@ class Turns:
         place: str | None = None,
         saved: Sequence[str] | None = (),
         due_s: float | None = None,
+        asked: ModelRequest[Any] | None = None,
     ) -> Iterator[Turn]:
         """:meth:`turn` of a synchronous node."""
-        with self._open(messages, place, saved, due_s) as turn:
+        with self._open(messages, place, saved, due_s, asked) as turn:
             if turn.session is not None and not turn.shown:
                 self._see(turn, messages, turn.session.commit_sync(messages), saved)
             yield turn
 
     @contextmanager
-    def call(self, messages: Sequence[BaseMessage], *, place: str) -> Iterator[None]:
+    def call(
+        self, messages: Sequence[BaseMessage], *, place: str, asked: ModelRequest[Any] | None = None
+    ) -> Iterator[None]:
         """The model call of a turn that an earlier step of the graph began with ``due_s``; the turn ends with it."""
         session = self._begun(messages, place)
         if session is None:
             yield
             return
+        self._ask(session, asked)
         try:
             with session.foreground_sync():
                 yield
@@ -162,7 +173,12 @@ class Turns:
 
     @contextmanager
     def _open(
-        self, messages: Sequence[BaseMessage], place: str | None, saved: Sequence[str] | None, due_s: float | None
+        self,
+        messages: Sequence[BaseMessage],
+        place: str | None,
+        saved: Sequence[str] | None,
+        due_s: float | None,
+        asked: ModelRequest[Any] | None,
     ) -> Iterator[Turn]:
         """The turn of the node that runs now, before its commit; at its end the session observes the reply."""
         where = identity()
@@ -172,6 +188,7 @@ class Turns:
                 yield Turn(list(messages))
                 return
             self._restore(session, saved or ())
+            self._ask(session, asked)
             key = (where.task, place or where.node)
             turn = self._pinned(key, session, messages)
             if turn.shown:  # no commit comes, which would begin the turn
@@ -185,6 +202,17 @@ class Turns:
             with self._lock:
                 self._pins.pop(key, None)
             session.observe([*(messages if turn.held is None else turn.held), *turn.reply], due_s=due_s)
+
+    def _ask(self, session: Session, asked: ModelRequest[Any] | None) -> None:
+        """Let the session know what the agent sends beside its messages, where an engine is to be warmed with it."""
+        if asked is None or session.engine is None:
+            return
+        try:
+            session.use_request(self._asked.read(asked))
+        except Exception as error:  # a tool without a schema, say: what was known of the request stays
+            said = f"{type(error).__name__}: {error}"
+            why = f"the agent's tools could not be read, so what is preloaded is not what it sends: {said}"
+            self.notices.once("request.unread", type(error).__name__, why, error=said)
 
     def _session(
         self, stack: ExitStack, where: Identity | None, place: str | None, messages: Sequence[BaseMessage]

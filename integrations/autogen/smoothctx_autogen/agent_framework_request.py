@@ -1,0 +1,30 @@
+"""What an agent of the Agent Framework sends beside its messages: instructions and tools, as an engine gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def request_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The constant part of a chat request, as ``Runtime.session(request=)`` takes it.
+
+    Raises:
+        TypeError: a tool of a kind that only its own client can write.
+    """
+    options, found = options or {}, dict[str, Any]()
+    if isinstance(instructions := options.get("instructions"), str) and instructions:
+        found["messages"] = [{"role": "system", "content": instructions}]
+    tools = options.get("tools") or []
+    if tools:
+        found["tools"] = [_schema(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]
+    return found
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    write = getattr(tool, "to_json_schema_spec", None)
+    if write is None:
+        raise TypeError(f"a tool of type {type(tool).__name__} has no schema that could be sent ahead")
+    return dict(write())

@@ -1,0 +1,167 @@
+"""The constant part of an agent's request: a prompt kept apart and tools are repeated, and what changes is noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers import A, Events, H, Message, S, chat, make_policy, make_runtime, settle, virtual
+from slotted import SlottedEngine
+from smoothctx import ConfigurationError, HandleState, Isolate, Policy, Session
+from smoothctx.economics import Speed
+from smoothctx.testing import FakeEngine
+
+RULES = S("A rule of many. " * 500)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+REQUEST = {"messages": [RULES], "tools": [TOOL]}
+
+
+def engine_of(kind: type[FakeEngine], **options: Any) -> Any:
+    """One that writes summaries."""
+    speed = Speed(5000.0, 100.0)
+    if kind is SlottedEngine:
+        return SlottedEngine(*["A summary."] * 50, speed=speed, slots=4)
+    return FakeEngine(*["A summary."] * 50, speed=speed, block_tokens=16, **options)
+
+
+def policy_of(engine: Any, **options: Any) -> Policy:
+    """Summaries by the agent's own engine."""
+    return make_policy(engine, window=8000, commit="hard_limit", land_at=("fraction", 0.2), preload_kv=True, **options)
+
+
+async def call(session: Session, engine: Any, messages: list[Message], **changed: Any) -> Any:
+    """One turn of an agent whose framework keeps its system prompt apart."""
+    view = await session.commit(messages)
+    async with session.foreground() as watched:
+        options = {"tools": [TOOL], **changed, **session.request_options()}
+        await engine.complete([RULES, *view], max_tokens=1, **options)
+        watched.first_token()
+    return engine.calls[-1]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("kind", [FakeEngine, SlottedEngine])
+@virtual
+async def test_promise_15_a_prompt_kept_apart_is_preloaded_and_stands_before_summaries(
+    kind: type[FakeEngine], seen: bool
+) -> None:
+    """Given, or seen with each turn: the summary is read from the cache, and the commit finds its view warm."""
+    engine = engine_of(kind)
+    async with make_runtime() as runtime:
+        request = None if seen else REQUEST
+        session = runtime.session("s", policy=policy_of(engine), engine=engine, request=request)
+        if seen:
+            session.use_request(REQUEST)
+        messages = chat(26, size=100, system=False)
+        await call(session, engine, messages[:10])
+        before = len(engine.calls)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        own = [c for c in engine.calls[before:] if c.max_tokens != 1]
+        assert own and all(c.messages[0] == RULES for c in own)
+        assert own[-1].cached_tokens > 2000, "the rules, at least"
+        question, done = H("And now?", size=20), len(session.receipts)
+        while len(session.receipts) == done:
+            if seen:
+                session.use_request(REQUEST)
+            messages = [*messages, question]
+            last = await call(session, engine, messages)
+            messages = [*messages, A("ok " * 20)]
+            session.observe(messages)
+            await settle(5)
+        assert session.receipts[-1].warm is True
+        assert last.input_tokens - last.cached_tokens < 200
+
+
+@virtual
+async def test_promise_15_another_request_is_another_prompt() -> None:
+    """Tools that change after the preload: what was warmed counts no more, and the new prompt is warmed instead."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_of(engine), engine=engine)
+        session.use_request(REQUEST)
+        messages = chat(26, size=100, system=False)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        assert handle.artifact is not None and handle.artifact.warm
+        other = {**TOOL, "function": {**TOOL["function"], "name": "find"}}
+        session.use_request({**REQUEST, "tools": [other]})
+        messages = [*messages, H("And now?", size=20)]
+        await call(session, engine, messages, tools=[other])
+        assert not session.receipts, "it waits for the limit"
+        session.use_request({**REQUEST, "tools": [other]})
+        before = len(engine.calls)
+        session.observe([*messages, A("ok")])
+        await settle(10)
+        assert {c.options["tools"][0]["function"]["name"] for c in engine.calls[before:]} == {"find"}
+
+
+@virtual
+async def test_a_request_that_changes_with_every_turn_is_not_preloaded() -> None:
+    """A clock in the system prompt: nothing that is warmed would be used."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_of(engine), engine=engine)
+        messages: list[Message] = []
+        for k in range(28):
+            session.use_request({"messages": [S(f"It is {k} o'clock.")]})
+            messages = [*messages, *chat(1, size=100, first=k, system=False)]
+            await session.commit(messages[:-1])
+            session.observe(messages)
+            await settle(10)
+        assert runtime.counters.started and not [c for c in engine.calls if c.max_tokens == 1]
+
+
+@virtual
+async def test_what_was_given_stands_above_what_is_seen() -> None:
+    """Also in a fork."""
+    async with make_runtime() as runtime:
+        engine = engine_of(FakeEngine)
+        session = runtime.session("s", policy=policy_of(engine), engine=engine, request={"tools": [TOOL]})
+        session.use_request({"tools": [], "messages": [RULES]})
+        fork = session.fork("f")
+        for one in (session, fork):
+            assert one.request == {"tools": [TOOL]} and one.prompt == (RULES,)
+        fork.use_request({})
+        assert fork.prompt == () and session.prompt == (RULES,)
+
+
+@pytest.mark.parametrize("wrong", ["You are.", [RULES, "text"], [{"content": "no role"}], 3])
+@virtual
+async def test_a_prompt_that_is_none_is_refused_with_words(wrong: Any) -> None:
+    """Where it is given; one that is seen is an error event, and the turn goes on."""
+    events = Events()
+    async with make_runtime(on_event=events) as runtime:
+        engine = engine_of(FakeEngine)
+        with pytest.raises(ConfigurationError, match="stand before the conversation"):
+            runtime.session("s", policy=policy_of(engine), engine=engine, request={"messages": wrong})
+        with pytest.raises(ConfigurationError, match="stand before the conversation"):
+            Isolate(system="You help.", instruction="Help.", request={"messages": wrong})
+        session = runtime.session("s", policy=policy_of(engine), engine=engine, request=REQUEST)
+        session.use_request({"messages": wrong, "seed": 1})
+        assert session.request == {"tools": [TOOL], "seed": 1} and session.prompt == (RULES,)
+        bare = runtime.session("b", policy=policy_of(engine), engine=engine)
+        bare.use_request({"messages": wrong})
+        assert bare.prompt == () and events.of("error")
+
+
+@virtual
+async def test_promise_15_a_commit_right_after_the_change_is_not_called_warm() -> None:
+    """The view is warm behind the old tools only."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        policy = make_policy(engine, window=8000, trigger=("fraction", 0.5), preload_kv=True)
+        session = runtime.session("s", policy=policy, engine=engine)
+        messages = chat(26, size=100, system=False)
+        for change in (False, True):
+            session.use_request(REQUEST)
+            handle = session.observe(messages)
+            assert handle is not None and await handle.wait() is HandleState.READY
+            assert handle.artifact is not None and handle.artifact.warm
+            messages = [*messages, H("And now?", size=20)]
+            if change:
+                session.use_request({"messages": [RULES]})
+            await call(session, engine, messages)
+            assert session.receipts[-1].warm is not change
+            messages = [*messages, *chat(26, size=100, first=100, system=False)]
