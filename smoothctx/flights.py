@@ -164,6 +164,12 @@ class Flights:
         if lost:
             self._tally.wasted(_evaluated(usage))
 
+    def cooled(self, flight: Flight) -> None:
+        """What was warmed of its result is of no use any more, whatever becomes of that: wasted."""
+        with self._lock:
+            lost, flight.warmed = Usage() if flight.lost else flight.warmed, Usage()
+        self._tally.wasted(_evaluated(lost))
+
     def _started(self, flight: Flight) -> None:
         flight.started_at = self._now()
         if flight.foreground is not None:

@@ -18,6 +18,7 @@ from .flight import Flight
 from .handle import LookaheadHandle
 from .members import endpoint_of, engine_of, members, uses
 from .openings import Openings
+from .request import Steadiness
 from .states import FINAL, HandleState
 from .transforms.base import Transform
 from .usage import Usage
@@ -60,7 +61,7 @@ class Serving:
         self._sent: list[Any] = []  # the view that the agent's last call was made with
         self._rewarming = False
         self._prepared = False  # the binding may hold something for a view that was not committed
-        self._asked = self._volatile = False  # the request was seen with a turn; it is another one with each
+        self._steadiness = Steadiness()  # of the agent's request
         #: what the engine has warmed for this session, of the view of each artifact by its key
         self._warmth: dict[str, Warmth] = {}
 
@@ -162,7 +163,7 @@ class Serving:
     def preloads(self, preload_kv: bool | None) -> bool:
         """Is a view of this session preloaded? ``None``: as the policy and the engine say."""
         wish = self._session.policy.preload_kv if preload_kv is None else preload_kv
-        if self._binding is None or wish is False or self._behind or self._volatile:
+        if self._binding is None or wish is False or self._behind:
             return False
         return True if wish is True else bool(getattr(self._session.engine, "preload_by_default", False))
 
@@ -258,7 +259,7 @@ class Serving:
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
         session = self._session
-        if self._binding is None or self._volatile or session.closed or not session.wants_preload():
+        if self._binding is None or not self._steadiness.steady or session.closed or not session.wants_preload():
             return False
         shown: list[dict[str, Any]] = []
         warmth = Warmth()
@@ -271,7 +272,7 @@ class Serving:
             artifact = session.likeliest(flight, artifact, self._latest)
             warmth = self._warmth.pop(artifact.key, warmth)
             self._warmth[artifact.key] = warmth  # the newest
-            self._begin_behind(warmth, view())
+            self._assume(warmth, view())
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
             binding, self._prepared, request = self._binding, True, session.request
@@ -281,7 +282,12 @@ class Serving:
                         view,
                         request=request,
                         foreground=self._foreground,
-                        needed=lambda: session.request is request and self.waits_for(flight) and time_left(),
+                        needed=lambda: (
+                            session.request is request
+                            and self._steadiness.steady
+                            and self.waits_for(flight)
+                            and time_left()
+                        ),
                         hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
@@ -297,14 +303,15 @@ class Serving:
         self._share(flight, artifact.key, warmth)
         return self._reported(report, flight, counted=spent.calls > 0)
 
-    def _begin_behind(self, warmth: Warmth, view: Sequence[dict[str, Any]]) -> None:
-        """Where the engine finds what it has cached by content, what the view has in common with the agent's last
-        call is warm already."""
-        if getattr(self._binding, "by_content", False) and not (warmth.done or warmth.misses or warmth.epoch):
+    def _assume(self, warmth: Warmth, view: Sequence[dict[str, Any]]) -> None:
+        """Where the engine finds what it has cached by content, it should have what the view has in common with the
+        agent's last call, if that was answered."""
+        session = self._session
+        since = session.branch.sent
+        answered = since and since < len(self._latest) and session.codec.role(self._latest[since]) == "assistant"
+        if answered and getattr(self._binding, "by_content", False):
             both = zip(view, self._rendered(self._sent), strict=False)
-            common = [new for new, old in takewhile(_alike, both)] if self._sent else []
-            if common:
-                warmth.part, warmth.done = common, size_of(common)
+            warmth.assumed = size_of([new for new, _ in takewhile(_alike, both)]) if self._sent else 0
 
     def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
         """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
@@ -404,13 +411,18 @@ class Serving:
             self._ask("take_over", lambda: binding.take_over(opening), None)
             self._ask("close", opening.close, None)
 
-    def asked(self, changed: bool) -> None:
-        """The agent's request was seen with a turn; has it changed? Then what was warmed for the last one is cold."""
-        self._volatile, self._asked = changed and self._asked, True
-        if changed:
-            self._sent = []
-            for key in list(self._warmth):
-                (self._warmth.pop(key, None) or Warmth()).drop()
+    def asked(self, changed: bool | None) -> None:
+        """The agent's request was seen with a turn; has it changed? Then what was warmed for the last one is cold.
+        ``None``: what it is now is not known."""
+        self._steadiness.seen(changed)
+        if changed is False:
+            return
+        self._sent = []
+        for key in list(self._warmth):
+            (self._warmth.pop(key, None) or Warmth()).drop()
+        for handle in self._session.lookaheads:
+            if not handle.flight.plan.opening:  # that is another agent's
+                self._runtime.flights.cooled(handle.flight)
 
     def follow(self, messages: Sequence[Any]) -> None:
         """These are the latest messages: what a preload warms."""

@@ -75,11 +75,11 @@ class Session:
         self.codec = codec
         self.parent = parent
         self.engine = engine
-        self._given = dict(request or {})
         self.request: Mapping[str, Any]
         #: messages that stand before the history in each of the agent's calls, where the framework keeps them apart
         self.prompt: Prompt
         self.request, self.prompt = read_request(request)
+        self._given = {**self.request, **({"messages": self.prompt} if self.prompt else {})}
         #: texts that every summary carries word for word
         self.pins: tuple[str, ...] = ()
         #: names of tasks that every summary lists word for word
@@ -314,22 +314,27 @@ class Session:
         """What to merge into the next model call on the agent's engine (slot, salt, priority)."""
         return self._serving.request_options()
 
-    def use_request(self, request: Mapping[str, Any]) -> None:
-        """The constant part of the agent's request, as seen with the turn that is about to begin; what
-        ``runtime.session`` was given stands above it.
+    def use_request(self, request: Mapping[str, Any] | None) -> None:
+        """The constant part of the agent's request, as seen with the turn that is about to begin; ``None`` where it
+        cannot be told. A name that ``runtime.session(request=)`` was given keeps the value from there.
 
-        What was preloaded for another one is cold, and while it changes with every turn nothing is preloaded. Never
-        raises.
+        What was preloaded for another request is cold. While it is unknown, or changes again and again (a clock in the
+        system prompt), nothing is preloaded. Never raises.
         """
-        try:
-            with self._lock:
-                options, prompt = read_request({**request, **self._given})
-                changed = (options, prompt) != (self.request, self.prompt)
-                if changed:
-                    self.request, self.prompt = options, prompt
+        with self._lock:
+            changed: bool | None = None
+            try:
+                if request is not None:
+                    options, prompt = read_request({**request, **self._given})
+                    changed = (options, prompt) != (self.request, self.prompt)
+                    if changed:
+                        self.request, self.prompt = options, prompt
+            except Exception as error:
+                self._conversation.error(error, "use_request")
+            try:
                 self._serving.asked(changed)
-        except Exception as error:
-            self._conversation.error(error, "use_request")
+            except Exception as error:
+                self._conversation.error(error, "use_request")
 
     @asynccontextmanager
     async def foreground(self) -> AsyncGenerator[ForegroundCall]:

@@ -156,7 +156,7 @@ class Shelf:
             branch.apply(artifact, messages)
             conversation.runtime.tally.count("salvaged")
             conversation.emit("view.salvaged", key=artifact.key, start=r.start, end=r.end)
-            conversation.receipt(artifact, "salvaged", before)
+            conversation.receipt(replace(artifact, warm=False), "salvaged", before)  # warm once, for an earlier view
             before = branch.tokens
 
     def listed(self) -> list[BranchInfo]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers import A, Events, H, Message, S, chat, make_policy, make_runtime, settle, virtual
+from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, settle, virtual
 from slotted import SlottedEngine
 from smoothctx import ConfigurationError, HandleState, Isolate, Policy, Session
 from smoothctx.economics import Speed
@@ -38,6 +38,11 @@ async def call(session: Session, engine: Any, messages: list[Message], **changed
         await engine.complete([RULES, *view], max_tokens=1, **options)
         watched.first_token()
     return engine.calls[-1]
+
+
+def ahead(engine: FakeEngine) -> list[Any]:
+    """The preloads."""
+    return [c for c in engine.calls if c.max_tokens == 1]
 
 
 @pytest.mark.parametrize("seen", [False, True])
@@ -85,8 +90,10 @@ async def test_promise_15_another_request_is_another_prompt() -> None:
         handle = session.observe(messages)
         assert handle is not None and await handle.wait() is HandleState.READY
         assert handle.artifact is not None and handle.artifact.warm
+        warmed = sum(c.input_tokens - c.cached_tokens for c in ahead(engine))
         other = {**TOOL, "function": {**TOOL["function"], "name": "find"}}
         session.use_request({**REQUEST, "tools": [other]})
+        assert runtime.counters.wasted_tokens == warmed > 0
         messages = [*messages, H("And now?", size=20)]
         await call(session, engine, messages, tools=[other])
         assert not session.receipts, "it waits for the limit"
@@ -97,20 +104,92 @@ async def test_promise_15_another_request_is_another_prompt() -> None:
         assert {c.options["tools"][0]["function"]["name"] for c in engine.calls[before:]} == {"find"}
 
 
+@pytest.mark.parametrize("calls", [1, 3])
 @virtual
-async def test_a_request_that_changes_with_every_turn_is_not_preloaded() -> None:
-    """A clock in the system prompt: nothing that is warmed would be used."""
+async def test_promise_09_a_clock_in_the_prompt_is_not_preloaded(calls: int) -> None:
+    """Not for ever, at least, with one call for each question or with several."""
     engine = engine_of(FakeEngine)
     async with make_runtime() as runtime:
-        session = runtime.session("s", policy=policy_of(engine), engine=engine)
+        policy = make_policy(FakeSummarizer(), window=8000, trigger=("fraction", 0.3), preload_kv=True)
+        session = runtime.session("s", policy=policy, engine=engine)
         messages: list[Message] = []
-        for k in range(28):
-            session.use_request({"messages": [S(f"It is {k} o'clock.")]})
+        for k in range(60):
+            session.use_request({"messages": [S(f"It is {k // calls} o'clock.")]})
             messages = [*messages, *chat(1, size=100, first=k, system=False)]
             await session.commit(messages[:-1])
             session.observe(messages)
             await settle(10)
-        assert runtime.counters.started and not [c for c in engine.calls if c.max_tokens == 1]
+        assert runtime.counters.started > 2 and len(ahead(engine)) < 12
+        assert all(int(c.messages[0]["content"].split()[2]) <= 20 // calls for c in ahead(engine))
+
+
+@virtual
+async def test_tools_that_change_once_cost_no_preload() -> None:
+    """Not even that of the lookahead that begins with the very turn in which they did."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_of(FakeSummarizer()), engine=engine)
+        session.use_request({"messages": [RULES]})
+        messages = chat(26, size=100, system=False)
+        await session.commit(messages[:10])
+        session.use_request(REQUEST)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        assert handle.artifact is not None and handle.artifact.warm
+        assert {len(c.options.get("tools", ())) for c in ahead(engine)} == {1}
+
+
+@virtual
+async def test_while_the_request_is_unknown_nothing_is_preloaded() -> None:
+    """And again as soon as it is known."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_of(FakeSummarizer()), engine=engine, request=REQUEST)
+        session.use_request(None)
+        messages = chat(26, size=100, system=False)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY and not engine.calls
+        session.use_request({})
+        await call(session, engine, [*messages, H("And now?", size=20)])
+        session.observe([*messages, H("And now?", size=20), A("ok")])
+        await settle(10)
+        assert len(engine.calls) > 1 and session.prompt == (RULES,)
+
+
+@virtual
+async def test_promise_15_tools_that_change_in_place_are_another_request() -> None:
+    """Their owner's list is not ours."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        tools = [{**TOOL}]
+        given = {"tools": tools}
+        session = runtime.session("s", policy=policy_of(engine), engine=engine)
+        session.use_request(given)
+        handle = session.observe(chat(26, size=100, system=False))
+        assert handle is not None and await handle.wait() is HandleState.READY
+        assert session._serving.preloaded(*handle.flight.keys)
+        tools[0]["function"] = {**TOOL["function"], "name": "find"}
+        session.use_request(given)
+        assert not session._serving.preloaded(*handle.flight.keys)
+        assert session.request["tools"][0]["function"]["name"] == "find"
+
+
+@virtual
+async def test_promise_15_what_is_salvaged_is_not_called_warm() -> None:
+    """It was, for another view: a fork finds nothing of it in its own place."""
+    engine = engine_of(SlottedEngine)
+    async with make_runtime() as runtime:
+        policy = make_policy(engine, window=8000, trigger=("fraction", 0.5), preload_kv=True)
+        session = runtime.session("s", policy=policy, engine=engine)
+        messages = chat(26, size=100)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        messages = [*messages, H("And now?", size=20)]
+        await session.commit(messages)
+        assert session.receipts[-1].warm is True
+        fork = session.fork("f")
+        await fork.commit([*messages[:-1], H("Or rather?", size=20)])
+        assert [(r.how, r.warm) for r in fork.receipts] == [("salvaged", False)]
 
 
 @virtual

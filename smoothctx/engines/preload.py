@@ -45,6 +45,8 @@ _MISSES = 3
 _EVICTED = 2
 #: tokens that a server may need to cache anything, where its answers have not shown yet that it takes fewer
 _GRAIN = 1024
+#: so many times a chunk is what a request may add where the answers confirm that it is cached already
+_STRIDE = 4
 
 Messages = Sequence[Mapping[str, Any]]
 Send = Callable[[Messages], Awaitable[Any]]
@@ -63,6 +65,10 @@ class Warmth:
     tokens: int = 0
     #: characters that are likely warm too, of a request that was aborted
     likely: int = 0
+    #: characters that the agent's own calls should have left there: gone through in long steps, never taken for warm
+    assumed: int = 0
+    #: the last answer said that most of what its request added was cached already
+    confirmed: bool = False
     #: a request for it went out and was not refused: the place may hold some of it
     begun: bool = False
     #: the last answers in a row that deny that what was evaluated before stayed
@@ -73,12 +79,12 @@ class Warmth:
 
     def drop(self) -> None:
         """Nothing of it is known to be warm any more."""
-        self.begun, self.misses, self.epoch = False, 0, self.epoch + 1
+        self.begun, self.misses, self.epoch, self.assumed = False, 0, self.epoch + 1, 0
         self.restart()
 
     def restart(self) -> None:
         """It is to be evaluated from the beginning."""
-        self.part, self.done, self.tokens, self.likely = (), 0, 0, 0
+        self.part, self.done, self.tokens, self.likely, self.confirmed = (), 0, 0, 0, False
 
     def fit(self, messages: Messages) -> None:
         """Keep of it what ``messages`` begin with, too."""
@@ -204,7 +210,7 @@ class Preloader:
                 break
             done, tokens, epoch = warmth.done, warmth.tokens, warmth.epoch
             whole = self._whole() and (keeps or in_row < _ABORTS)
-            part, upto = head(messages, total if whole else self._end(done, tokens, total))
+            part, upto = head(messages, total if whole else self._end(warmth, total))
             prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
             before, warmth.begun = warmth.begun, True
@@ -235,6 +241,7 @@ class Preloader:
             if warmth.epoch != epoch:
                 continue  # what it went to is used for something else by now
             self._judge(warmth, reply.usage)
+            warmth.confirmed = _found(reply.usage, tokens)
             warmth.part, warmth.done, warmth.tokens, warmth.likely = part, upto, reply.usage.input_tokens, 0
         return PreloadReport(complete=complete, tokens=warmth.tokens, requests=requests, aborted=aborted, usage=usage)
 
@@ -254,11 +261,13 @@ class Preloader:
         strategy = self._strategy if isinstance(self._strategy, str) else self._strategy()
         return strategy == "abort"
 
-    def _end(self, done: int, tokens: int, total: int) -> int:
-        """Characters of the next prefix; ``tokens`` is what the server counted for the first ``done`` of them."""
-        chunk = self._chunk()
+    def _end(self, warmth: Warmth, total: int) -> int:
+        """Characters of the next prefix."""
+        chunk, done, tokens = self._chunk(), warmth.done, warmth.tokens
         if total - done <= chunk * 1.25:
             return total
+        if warmth.confirmed and done < warmth.assumed:
+            return min(warmth.assumed, done + _STRIDE * max(chunk, self._block_chars()))
         block = self._block()
         if not block or block == 1 or self._per_token is None:
             return done + chunk
@@ -269,6 +278,9 @@ class Preloader:
             blocks += 1
         step = blocks * block - tokens
         return min(total, done + max(MIN_CHUNK, round((step + _TAIL + step // 8) * self._per_token)))
+
+    def _block_chars(self) -> int:
+        return int((self._block() or 0) * (self._per_token or TOKEN_CHARS))
 
     def _chunk(self) -> int:
         speed = self._speed or self._expected
@@ -308,6 +320,12 @@ def for_a_while(foreground: Foreground, seconds: float) -> Iterator[Callable[[],
         yield lambda: not over
     finally:
         timer.cancel()
+
+
+def _found(usage: Usage, tokens: int) -> bool:
+    """Was most of what a request added to the ``tokens`` before it found in the cache, by this answer?"""
+    cached = usage.cached_tokens
+    return cached is not None and 2 * (usage.input_tokens - cached) <= usage.input_tokens - tokens
 
 
 def _size(message: Mapping[str, Any]) -> int:

@@ -26,7 +26,8 @@ class Isolate:
         instruction: what it is asked to do: the last message.
         select: ``callable(list of messages) -> list``, by default all of them.
         request: the constant part of the sub-agent's requests (its tools, template options), with which its opening
-            is preloaded; by default that of the session that prepares it.
+            is preloaded; by default that of the session that prepares it, without its messages. Messages in it stand
+            before the opening.
 
     Raises:
         ConfigurationError: naming option, value and what is allowed.

@@ -10,8 +10,10 @@ from agent_framework import Agent, ChatMiddleware
 from agent_framework_fakes import FakeClient, agent_of, ask, lookup, text
 from driving import small_policy
 from helpers import Events, FakeSummarizer, fill, make_runtime, settle, virtual
+from smoothctx import ConfigurationError
 from smoothctx.testing import FakeEngine
 from smoothctx_autogen.agent_framework import LookaheadMiddleware
+from smoothctx_autogen.agent_framework_request import request_of
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
@@ -90,3 +92,23 @@ async def test_a_tool_that_only_its_client_can_write_is_said_once() -> None:
             await settle(2)
         (event,) = events.of("request.unread")
         assert "Odd" in event.data["why"] and runtime.counters.committed and not events.of("error")
+        assert not engine.calls, "nothing is preloaded with a request that is not known"
+
+
+def test_promise_15_instructions_may_be_several() -> None:
+    """One message each, as the framework's clients send them; what only a client can write is refused."""
+    assert request_of(None) == request_of({"instructions": " ", "tools": []}) == {}
+    several = request_of({"instructions": ["One.", "", "Two."]})
+    assert several == {"messages": [{"role": "system", "content": text} for text in ("One.", "Two.")]}
+    for odd in ([{"type": "text"}], {"type": "text"}):
+        with pytest.raises(TypeError, match="client"):
+            request_of({"instructions": odd})
+
+
+@virtual
+async def test_a_wrong_prompt_is_refused_where_it_is_given() -> None:
+    """Not in the agent's turns."""
+    async with make_runtime() as runtime:
+        policy = small_policy(FakeSummarizer())
+        with pytest.raises(ConfigurationError, match="'role': 'system'"):
+            LookaheadMiddleware(runtime, policy, request={"messages": ["You are."]})

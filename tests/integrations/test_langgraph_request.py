@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware import AgentMiddleware
+from langchain.agents.middleware.types import ModelRequest
+from langchain.agents.structured_output import ToolStrategy
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.checkpoint.memory import InMemorySaver
+from pydantic import BaseModel
 
 from graphs import CODEC, on, policy_of
 from helpers import Events
 from lg_agents import SIZE, agent_of, talk
-from smoothctx import Runtime
+from smoothctx import ConfigurationError, Runtime
 from smoothctx.testing import FakeEngine
-from smoothctx_langgraph import LookaheadMiddleware, LookaheadStateMiddleware
+from smoothctx_langgraph import LookaheadMiddleware, LookaheadStateMiddleware, lookahead_node, premodel_node
+from smoothctx_langgraph.asked import Asked
 
 pytestmark = pytest.mark.langgraph
 
@@ -116,14 +120,16 @@ class Tools(AgentMiddleware[Any, Any, Any]):
         return await handler(request.override(tools=self.given))
 
 
-async def test_a_prompt_that_changes_with_every_turn_is_not_preloaded() -> None:
+async def test_promise_09_a_prompt_that_changes_with_every_turn_is_not_preloaded() -> None:
     """It would never be sent again."""
     engine = FakeEngine(block_tokens=16)
     async with Runtime() as runtime:
         ours = LookaheadMiddleware(runtime, policy_of(preload_kv=True), engine=engine)
         agent = agent_of(Sender(engine=engine), Clock(), ours, system_prompt=RULES, checkpointer=InMemorySaver())
         await talk(agent, runtime, on("t"), range(8))
-        assert runtime.counters.committed and len(engine.calls) == len(asked(engine)) == 8
+        assert runtime.counters.committed and len(asked(engine)) == 8
+        fourth = engine.calls.index(asked(engine)[3])
+        assert engine.calls[fourth:] == asked(engine)[3:], "a change or two says nothing yet"
 
 
 async def test_a_tool_without_a_schema_is_said_once_and_the_turns_go_on() -> None:
@@ -138,3 +144,44 @@ async def test_a_tool_without_a_schema_is_said_once_and_the_turns_go_on() -> Non
         assert runtime.counters.committed and len(asked(engine)) == 8 and len(state["messages"]) == 16
         (event,) = events.of("request.unread")
         assert "ValueError" in event.data["error"] and not events.of("error")
+        assert len(engine.calls) == 8, "nothing is preloaded with a request that is not known"
+
+
+class Answer(BaseModel):
+    """What the agent has to say in the end."""
+
+    text: str
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_promise_15_structured_output_adds_tools_that_are_not_seen(given: bool) -> None:
+    """Nothing is preloaded, and that is said once; with the tools given it is."""
+    engine, events = FakeEngine(block_tokens=16), Events()
+    request = {"tools": [convert_to_openai_tool(t) for t in (look, Answer)]} if given else None
+    async with Runtime(on_event=events) as runtime:
+        ours = LookaheadMiddleware(runtime, policy_of(preload_kv=True), engine=engine, request=request)
+        options = {"system_prompt": RULES, "response_format": ToolStrategy(Answer), "checkpointer": InMemorySaver()}
+        agent = agent_of(Sender(engine=engine), ours, tools=[look], **options)
+        await talk(agent, runtime, on("t"), range(8))
+        ahead = [c for c in engine.calls if "extra_body" not in c.options]
+        assert runtime.counters.committed and bool(ahead) is given
+        assert all(RULES.startswith(c.messages[0]["content"]) and len(c.options["tools"]) == 2 for c in ahead)
+        assert len(events.of("request.unread")) == (not given)
+
+
+async def test_a_tool_that_changes_in_place_is_another_tool() -> None:
+    """Its schema is made anew."""
+    asked_for, changing = Asked(CODEC), look.model_copy()
+    sent = ModelRequest(model=Sender(engine=None), messages=[], tools=[changing])
+    before = asked_for.read(sent)
+    assert asked_for.read(sent)["tools"][0] is before["tools"][0], "made once"
+    changing.description = "Look elsewhere."
+    assert asked_for.read(sent)["tools"][0]["function"]["description"] == "Look elsewhere."
+
+
+@pytest.mark.parametrize("form", [*FORMS, premodel_node, lookahead_node])
+async def test_a_prompt_of_the_frameworks_own_messages_is_refused_where_it_is_given(form: Any) -> None:
+    """In words that say what is expected."""
+    async with Runtime() as runtime:
+        with pytest.raises(ConfigurationError, match="'role': 'system'"):
+            form(runtime, policy_of(), engine=FakeEngine(), request={"messages": [SystemMessage("You are.")]})

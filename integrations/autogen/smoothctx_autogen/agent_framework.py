@@ -217,9 +217,11 @@ class LookaheadMiddleware(ChatMiddleware):
         if session.engine is None:
             return
         try:
-            session.use_request(request_of(context.options))
-        except Exception as error:  # what was known of the request stays
-            self._say(f"what is preloaded is not what this agent sends: {error}", "request.unread")
+            request = request_of(context.options)
+        except Exception as error:
+            self._say(f"nothing is preloaded, since what this agent sends cannot be told: {error}", "request.unread")
+            request = None
+        session.use_request(request)
 
     def _like(self, other: LookaheadMiddleware) -> bool:
         """Would this one only do again what the other does?"""

@@ -10,11 +10,15 @@ def request_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The constant part of a chat request, as ``Runtime.session(request=)`` takes it.
 
     Raises:
-        TypeError: a tool of a kind that only its own client can write.
+        TypeError: a tool or instructions of a kind that only the client can write.
     """
     options, found = options or {}, dict[str, Any]()
-    if isinstance(instructions := options.get("instructions"), str) and instructions:
-        found["messages"] = [{"role": "system", "content": instructions}]
+    said = options.get("instructions") or []
+    texts = [said] if isinstance(said, str) else said
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise TypeError("instructions that are no texts are written by their own client alone")
+    if texts := [text for text in texts if text.strip()]:  # one message each, as the framework's clients send them
+        found["messages"] = [{"role": "system", "content": text} for text in texts]
     tools = options.get("tools") or []
     if tools:
         found["tools"] = [_schema(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]

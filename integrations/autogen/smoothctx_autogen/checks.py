@@ -10,6 +10,7 @@ from typing import Any
 
 from smoothctx.errors import ClosedError, ConfigurationError, MessageError
 from smoothctx.policy import Policy
+from smoothctx.request import read_request
 from smoothctx.runtime import Runtime
 
 
@@ -48,9 +49,8 @@ def check_engine(engine: Any) -> None:
 
 
 def check_request(request: Any) -> None:
-    """Raise ``ConfigurationError`` unless it is a mapping (or ``None``)."""
-    if request is not None and not isinstance(request, Mapping):
-        raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
+    """Raise ``ConfigurationError`` unless it is a mapping (or ``None``) whose ``"messages"`` are some."""
+    read_request(request)
 
 
 def saved_texts(saved: Any, runtime: Runtime, *, where: str, tenant: str = "") -> list[str]:

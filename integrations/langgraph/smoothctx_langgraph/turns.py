@@ -91,7 +91,7 @@ class Turns:
         self.policy = policy
         self.codec = LangChainMessages() if codec is None else codec
         self.notices = Notices(runtime.events)
-        self._asked = Asked(self.codec)
+        self._asked, self._given = Asked(self.codec), dict(request or {})
         self._tenant = tenant
         self._forgets = rewrites and forgets(runtime, policy)
         self._lines = Lines(runtime, policy=policy, codec=self.codec, engine=engine, request=request)
@@ -208,11 +208,16 @@ class Turns:
         if asked is None or session.engine is None:
             return
         try:
-            session.use_request(self._asked.read(asked))
-        except Exception as error:  # a tool without a schema, say: what was known of the request stays
+            request = self._asked.read(asked, tools="tools" not in self._given)
+        except Exception as error:  # a tool without a schema, say
             said = f"{type(error).__name__}: {error}"
-            why = f"the agent's tools could not be read, so what is preloaded is not what it sends: {said}"
+            why = (
+                "nothing is preloaded, since the tools that the agent sends cannot be told; request={'tools': [...]} "
+                f"names them: {said}"
+            )
             self.notices.once("request.unread", type(error).__name__, why, error=said)
+            request = None
+        session.use_request(request)
 
     def _session(
         self, stack: ExitStack, where: Identity | None, place: str | None, messages: Sequence[BaseMessage]
