@@ -37,6 +37,13 @@ def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Pro
     return options, tuple(dict(m) for m in prompt)
 
 
+def is_request(request: Mapping[str, Any], options: Mapping[str, Any], prompt: Prompt) -> bool:
+    """Does ``request`` read as these? Without copying anything: it is asked with each turn."""
+    messages = request.get("messages") or ()
+    rest = {name: value for name, value in request.items() if name != "messages"}
+    return isinstance(messages, list | tuple) and tuple(messages) == prompt and rest == options
+
+
 def _own(options: dict[str, Any]) -> dict[str, Any]:
     try:
         return copy.deepcopy(options)

@@ -34,7 +34,7 @@ from .openings import Openings
 from .outcomes import CommitOutcome
 from .policy import Policy
 from .receipts import Receipt
-from .request import Prompt, read_request
+from .request import Prompt, is_request, read_request
 from .rest import Rest
 from .serving import Serving
 from .shelf import BranchInfo, Shelf
@@ -325,10 +325,11 @@ class Session:
             changed: bool | None = None
             try:
                 if request is not None:
-                    options, prompt = read_request({**request, **self._given})
-                    changed = (options, prompt) != (self.request, self.prompt)
-                    if changed:
-                        self.request, self.prompt = options, prompt
+                    whole = {**request, **self._given}
+                    same = is_request(whole, self.request, self.prompt)
+                    if not same:
+                        self.request, self.prompt = read_request(whole)
+                    changed = not same
             except Exception as error:
                 self._conversation.error(error, "use_request")
             try:
