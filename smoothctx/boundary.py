@@ -329,15 +329,16 @@ class Boundary:
     def _in_step(self, handle: LookaheadHandle, messages: Sequence[Any], k: int) -> bool:
         """``KStepOff``: at most once in ``k`` turns, and warm if that takes no more than ``k`` turns more."""
         pace, artifact = self._conversation.pace, handle.artifact
+        cold = pace.cold(handle.id)  # counted from the first turn on
         if artifact is None or pace.committed_within(k):
             return False
         branch, policy = self._conversation.branch, self._conversation.policy
         weighed = branch.weigh(artifact, messages)
         if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
             return False  # it would bring back more than a fallback has dropped
-        if handle.state is HandleState.READY and (artifact.warm or handle.flight.preload is None):
+        if handle.state is HandleState.READY and (artifact.warm or not self._serving.may_warm(handle.flight)):
             return True
-        return pace.cold(handle.id) >= k
+        return cold >= k
 
     def _blocks_pay(self, chosen: Sequence[LookaheadHandle], messages: Sequence[Any]) -> bool:
         """Are finished blocks to be committed below the hard limit?"""
@@ -355,7 +356,7 @@ class Boundary:
         expected = verdict.of_commit(conversation, artifacts, messages)
         if expected is None or expected.pays:
             return True
-        may_warm = any(h.flight.preload is not None and not a.warm for h, a in zip(handles, artifacts, strict=True))
+        may_warm = any(self._serving.may_warm(h.flight) and not a.warm for h, a in zip(handles, artifacts, strict=True))
         if not rule.may_improve(expected) and not may_warm and not verdict.needed(conversation, rule):
             for handle in handles:
                 self._trigger.unprofitable(handle)

@@ -78,6 +78,8 @@ class Event:
     - ``blocks.at_limit``: how far the blocks of ``ParallelSummarize`` have come when the hard limit is reached
       (``committed``, ``ready``, ``unfinished``, ``failed``, ``unfinished_tokens``, ``filling_tokens``, ``view_tokens``)
     - ``fallback.applied``, ``message.offloaded``, ``nothing_to_rewrite`` (with ``why``)
+    - ``request.unsteady`` (``changes``): the agent's tools or prompt change again and again; nothing is preloaded
+      until they stay the same for as many turns; ``request.unread`` (``why``): an adapter cannot tell what they are
     - ``usage`` (of one background job), ``preload`` (what the engine reported)
     - ``message.unreadable``, ``source.degraded``, ``store.error``, ``error`` (an internal one; the turn goes on)
 

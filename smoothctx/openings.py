@@ -121,6 +121,10 @@ class Openings:
         """A handle of one of these artifacts was dropped: an opening that nobody waits for any more goes."""
         self._drop(lambda o: o.flight.plan.key in keys and not _of_use(o.flight))
 
+    def cooled(self) -> None:
+        """The agent's request is another one: what was warmed with it, for want of one of its own, goes."""
+        self._drop(lambda o: getattr(o.flight.plan.transform, "request", None) is None)
+
     def close(self) -> None:
         """All go, and none comes after."""
         with self._lock:

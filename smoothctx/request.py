@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +16,19 @@ Prompt = tuple[Mapping[str, Any], ...]
 MOST_STEADY = 8
 
 
-def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Prompt]:
-    """The options of a request, and the prompt: its ``"messages"``, which stand before the conversation in each call.
+#: requests that a runtime knows by heart: sessions of one agent share one copy of its tools
+MAX_REQUESTS = 64
 
-    A framework that keeps an agent's system prompt apart from its messages sends it so.
+
+def check_request(request: Mapping[str, Any] | None) -> None:
+    """Is it the constant part of a request?
 
     Raises:
-        ConfigurationError: it is no such mapping.
+        ConfigurationError: it is none; naming what is expected.
     """
     if request is not None and not isinstance(request, Mapping):
         raise ConfigurationError(f"request={request!r}: expected a mapping of request options, or None")
-    options = _own(dict(request or {}))  # what is changed in place afterwards is another request
-    prompt = options.pop("messages", None) or ()
+    prompt = (request or {}).get("messages") or ()
     if not isinstance(prompt, list | tuple) or not all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in prompt
     ):
@@ -34,6 +36,25 @@ def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Pro
             f"request={{'messages': {prompt!r}}}: expected a list of messages such as "
             "{'role': 'system', 'content': '...'}, which stand before the conversation in each of the agent's calls"
         )
+    tools = (request or {}).get("tools") or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ConfigurationError(
+            f"request={{'tools': {tools!r}}}: expected a list of tools as the API takes them, such as "
+            "{'type': 'function', 'function': {'name': '...', 'parameters': {...}}}"
+        )
+
+
+def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Prompt]:
+    """Its options, and the prompt: its ``"messages"``, which stand before the conversation in each call. Copies.
+
+    A framework that keeps an agent's system prompt apart from its messages sends it so.
+
+    Raises:
+        ConfigurationError: see :func:`check_request`.
+    """
+    check_request(request)
+    options = _own(dict(request or {}))  # what is changed in place afterwards is another request
+    prompt = options.pop("messages", None) or ()
     return options, tuple(dict(m) for m in prompt)
 
 
@@ -51,29 +72,55 @@ def _own(options: dict[str, Any]) -> dict[str, Any]:
         return options
 
 
+class Requests:
+    """The requests of one runtime's sessions: equal ones are one object. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[dict[str, Any], Prompt]] = []  # the one used last at the end
+        self._lock = threading.Lock()
+
+    def read(self, request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Prompt]:
+        """:func:`read_request`; what it gives is never changed.
+
+        Raises:
+            ConfigurationError: see :func:`check_request`.
+        """
+        check_request(request)
+        with self._lock:
+            found = next((r for r in self._known if is_request(request or {}, *r)), None)
+        found = read_request(request) if found is None else found
+        with self._lock:
+            self._known = [*(r for r in self._known if r is not found), found][-MAX_REQUESTS:]
+        return found
+
+
 @dataclass(slots=True)
 class Steadiness:
     """Does a request stay the same for long enough that what is warmed for it will be used? Pure.
 
-    A first change says nothing: tools came late. Each further one asks for one turn more without any (``MOST_STEADY``
-    at most), until it has stayed the same for twice as many.
+    A first change says nothing: tools came late. From the second on it has to stay the same for as many turns as there
+    were changes (``MOST_STEADY`` at most); they are forgotten once it has for twice as many.
     """
 
     changes: int = 0
-    unchanged: int = 0
+    turns: int = 0
     known: bool = True
     _seen: bool = False
 
-    def seen(self, changed: bool | None) -> None:
-        """It was seen with a turn; ``None``: what it is now could not be told."""
-        self.known = changed is not None
-        self.changes += bool(changed and self._seen)
-        self.unchanged = self.unchanged + 1 if changed is False else 0
-        self._seen = True
-        if self.unchanged >= 2 * MOST_STEADY:
+    def turn(self) -> None:
+        """A turn begins with it."""
+        self.turns += 1
+        if self.turns > 2 * MOST_STEADY:
             self.changes = 0
+
+    def seen(self, changed: bool | None) -> None:
+        """It was seen; ``None``: what it is now could not be told."""
+        self.known = changed is not None
+        if changed:
+            self.changes, self.turns = self.changes + self._seen, 0
+        self._seen = True
 
     @property
     def steady(self) -> bool:
         """Is it worth warming?"""
-        return self.known and self.unchanged >= min(MOST_STEADY, self.changes - 1)
+        return self.known and (self.changes < 2 or self.turns >= min(MOST_STEADY, self.changes))

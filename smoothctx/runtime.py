@@ -28,7 +28,7 @@ from .foreground import Foreground
 from .policy import Policy
 from .pool import TaskPool, Work
 from .probing import Probing, engine_name
-from .request import read_request
+from .request import Requests, check_request
 from .session import Session
 from .states import Reason
 from .store import Store, check_store
@@ -109,6 +109,7 @@ class Runtime:
         self.now: Callable[[], float] = clock or time.monotonic
         self.events = EventSink(on_event, self.now)
         self.tally = Tally()
+        self.requests = Requests()
         self.counters = self.tally.counters
         self.shares_artifacts = store is not None
         self.store: Store = store if store is not None else MemoryStore(clock=self.now)
@@ -241,7 +242,7 @@ class Runtime:
             check_codec(codec)
         if parent is not None and not isinstance(parent, Session):
             raise ConfigurationError(f"parent={parent!r}: expected the Session whose sub-agent this is, or None")
-        read_request(request)
+        check_request(request)
         with self._lock:
             if self._closed or not self._open:
                 raise ClosedError(

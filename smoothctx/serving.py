@@ -61,7 +61,8 @@ class Serving:
         self._sent: list[Any] = []  # the view that the agent's last call was made with
         self._rewarming = False
         self._prepared = False  # the binding may hold something for a view that was not committed
-        self._steadiness = Steadiness()  # of the agent's request
+        #: of the agent's request
+        self.steadiness = Steadiness()
         #: what the engine has warmed for this session, of the view of each artifact by its key
         self._warmth: dict[str, Warmth] = {}
 
@@ -117,11 +118,9 @@ class Serving:
         """Which engine a lookahead loads, where that is known, and whose turns it may disturb there."""
         own = self._session.engine
         engine = next((e for e in map(engine_of, members(transform)) if e is not None), None)
-        if engine is None and self.preloads(preload_kv):
-            engine = own
-        if engine is not own:
-            return {"engine": engine, "foreground": None if engine is None else self._runtime.foreground(engine)}
-        return {"engine": engine, "foreground": self._foreground}
+        if engine is None:  # a preload alone asks for itself, with each request
+            return {"engine": None, "foreground": self._foreground if self.preloads(preload_kv) else None}
+        return {"engine": engine, "foreground": self._foreground if engine is own else self._runtime.foreground(engine)}
 
     def answered(self, who: object, ttft_s: float, usage: Usage | None) -> None:
         """What was seen of a call that is about to end."""
@@ -250,6 +249,10 @@ class Serving:
             if warm or session.serving.waits_for(flight):
                 return warm
 
+    def may_warm(self, flight: Flight) -> bool:
+        """May a view of what the flight has made still get warm for this session?"""
+        return flight.preload is not None and self.steadiness.steady and self.preloads(True)
+
     def waits_for(self, flight: Flight) -> bool:
         """May this session still commit what the flight has made? (Not where its branch is dead.)"""
         session = self._session
@@ -259,20 +262,21 @@ class Serving:
     async def preload(self, flight: Flight, artifact: Artifact) -> bool:
         """Warm the engine's cache with the view that committing ``artifact`` gives. Is all of it warm?"""
         session = self._session
-        if self._binding is None or not self._steadiness.steady or session.closed or not session.wants_preload():
+        if self._binding is None or not self.steadiness.steady or session.closed or not session.wants_preload():
             return False
         shown: list[dict[str, Any]] = []
         warmth = Warmth()
 
         def view() -> list[dict[str, Any]]:
             shown[:] = self._shown(artifact, self._latest)
+            if not warmth.assumed:
+                self._assume(warmth, shown)
             return list(shown)
 
         try:
             artifact = session.likeliest(flight, artifact, self._latest)
             warmth = self._warmth.pop(artifact.key, warmth)
             self._warmth[artifact.key] = warmth  # the newest
-            self._assume(warmth, view())
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
             binding, self._prepared, request = self._binding, True, session.request
@@ -284,7 +288,7 @@ class Serving:
                         foreground=self._foreground,
                         needed=lambda: (
                             session.request is request
-                            and self._steadiness.steady
+                            and self.steadiness.steady
                             and self.waits_for(flight)
                             and time_left()
                         ),
@@ -353,7 +357,8 @@ class Serving:
 
     async def preload_opening(self, flight: Flight) -> bool:
         """Warm the engine's cache with a sub-agent's opening. Is all of it warm?"""
-        if (binding := self._binding) is None:
+        own = getattr(flight.plan.transform, "request", None) is not None
+        if (binding := self._binding) is None or not (own or self.steadiness.steady):
             return False
         warmth = Warmth()
         try:
@@ -411,18 +416,28 @@ class Serving:
             self._ask("take_over", lambda: binding.take_over(opening), None)
             self._ask("close", opening.close, None)
 
-    def asked(self, changed: bool | None) -> None:
-        """The agent's request was seen with a turn; has it changed? Then what was warmed for the last one is cold.
-        ``None``: what it is now is not known."""
-        self._steadiness.seen(changed)
+    def asked(self, changed: bool | None, handles: Sequence[LookaheadHandle]) -> None:
+        """The agent's request was seen with a turn; has it changed? Then what was warmed for the last one is cold,
+        for all of the ``handles``. ``None``: what it is now is not known."""
+        session, before = self._session, self.steadiness.steady
+        self.steadiness.seen(changed)
         if changed is False:
             return
+        if before and self.steadiness.known and not self.steadiness.steady:
+            self._runtime.events.emit(
+                "request.unsteady", session=session.id, tenant=session.tenant, changes=self.steadiness.changes
+            )
         self._sent = []
         for key in list(self._warmth):
             (self._warmth.pop(key, None) or Warmth()).drop()
-        for handle in self._session.lookaheads:
-            if not handle.flight.plan.opening:  # that is another agent's
-                self._runtime.flights.cooled(handle.flight)
+        for flight in [h.flight for h in handles]:
+            if flight.plan.opening and getattr(flight.plan.transform, "request", None) is not None:
+                continue  # it has one of its own
+            if flight.plan.opening and flight.artifact is not None:
+                flight.artifact = replace(flight.artifact, warm=False)
+            if all(h.session is session or h.state in FINAL for h in list(flight.handles)):
+                self._runtime.flights.cooled(flight)
+        self.openings.cooled()
 
     def follow(self, messages: Sequence[Any]) -> None:
         """These are the latest messages: what a preload warms."""
@@ -459,6 +474,7 @@ class Serving:
 
     def sent(self, view: Sequence[Any]) -> None:
         """This view is what the agent's next call is made with."""
+        self.steadiness.turn()
         self._sent = list(view) if self._binding is not None else []
 
     def committed(self, artifact: Artifact) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from .archive import Archive
@@ -34,7 +35,7 @@ from .openings import Openings
 from .outcomes import CommitOutcome
 from .policy import Policy
 from .receipts import Receipt
-from .request import Prompt, is_request, read_request
+from .request import Prompt, is_request
 from .rest import Rest
 from .serving import Serving
 from .shelf import BranchInfo, Shelf
@@ -78,7 +79,7 @@ class Session:
         self.request: Mapping[str, Any]
         #: messages that stand before the history in each of the agent's calls, where the framework keeps them apart
         self.prompt: Prompt
-        self.request, self.prompt = read_request(request)
+        self.request, self.prompt = runtime.requests.read(request)
         self._given = {**self.request, **({"messages": self.prompt} if self.prompt else {})}
         #: texts that every summary carries word for word
         self.pins: tuple[str, ...] = ()
@@ -328,12 +329,12 @@ class Session:
                     whole = {**request, **self._given}
                     same = is_request(whole, self.request, self.prompt)
                     if not same:
-                        self.request, self.prompt = read_request(whole)
+                        self.request, self.prompt = self._runtime.requests.read(whole)
                     changed = not same
             except Exception as error:
                 self._conversation.error(error, "use_request")
             try:
-                self._serving.asked(changed)
+                self._serving.asked(changed, self._handles.all())
             except Exception as error:
                 self._conversation.error(error, "use_request")
 
@@ -381,6 +382,7 @@ class Session:
             request=self._given,
         )
         other.use_request({**self.request, "messages": self.prompt})
+        other._serving.steadiness = replace(self._serving.steadiness)
         self.share_with(other)
         return other
 

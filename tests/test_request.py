@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, settle, virtual
 from slotted import SlottedEngine
-from smoothctx import ConfigurationError, HandleState, Isolate, Policy, Session
+from smoothctx import ConfigurationError, HandleState, Isolate, KStepOff, Policy, Session
 from smoothctx.economics import Speed
+from smoothctx.request import MAX_REQUESTS, MOST_STEADY, Steadiness
 from smoothctx.testing import FakeEngine
 
 RULES = S("A rule of many. " * 500)
@@ -244,3 +246,113 @@ async def test_promise_15_a_commit_right_after_the_change_is_not_called_warm() -
             await call(session, engine, messages)
             assert session.receipts[-1].warm is not change
             messages = [*messages, *chat(26, size=100, first=100, system=False)]
+
+
+@given(st.lists(st.sampled_from(["same", "change", "unknown"]), max_size=60))
+def test_a_request_is_steady_again_after_enough_turns(history: list[str]) -> None:
+    """Whatever happened before; never while it is unknown, nor in the turn of a third change in a row."""
+    found, row = Steadiness(), 0
+    for what in history:
+        found.seen({"same": False, "change": True, "unknown": None}[what])
+        found.turn()
+        row = row + 1 if what == "change" else 0
+        assert found.known is (what != "unknown")
+        assert not (found.steady and (what == "unknown" or row > 3))
+    found.seen(False)
+    for _ in range(MOST_STEADY):
+        found.turn()
+    assert found.steady
+    for _ in range(2 * MOST_STEADY):
+        found.turn()
+    found.seen(True)
+    assert found.steady, "long ago is forgotten"
+
+
+@virtual
+async def test_sessions_with_one_request_share_it() -> None:
+    """The tools of an agent are held once, however many sessions it has; nothing is copied for one that is open."""
+    async with make_runtime() as runtime:
+        engine, policy = engine_of(FakeEngine), policy_of(FakeSummarizer())
+        sessions = [runtime.session(f"s{k}", policy=policy, engine=engine, request=REQUEST) for k in range(3)]
+        seen = runtime.session("seen", policy=policy, engine=engine)
+        seen.use_request({"tools": [dict(TOOL)], "messages": [dict(RULES)]})
+        assert len({id(s.request) for s in [*sessions, seen]}) == 1
+        for k in range(2 * MAX_REQUESTS):
+            seen.use_request({"tools": [TOOL], "seed": k})
+        assert len(runtime.requests._known) == MAX_REQUESTS
+        seen.use_request(REQUEST)
+        assert (seen.request, seen.prompt) == (sessions[0].request, sessions[0].prompt)
+
+
+@virtual
+async def test_a_fork_of_an_unknown_request_knows_none_either() -> None:
+    """Until it is seen there, too."""
+    async with make_runtime() as runtime:
+        engine = engine_of(FakeEngine)
+        session = runtime.session("s", policy=policy_of(FakeSummarizer()), engine=engine, request=REQUEST)
+        session.use_request(None)
+        fork = session.fork("f")
+        handle = fork.observe(chat(26, size=100, system=False))
+        assert handle is not None and await handle.wait() is HandleState.READY and not engine.calls
+        assert fork.request == session.request
+
+
+@virtual
+async def test_promise_09_what_another_session_uses_is_not_wasted() -> None:
+    """The tools of one of two sessions change; the other commits what was warmed for both."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        policy = make_policy(FakeSummarizer(), window=8000, trigger=("fraction", 0.5), preload_kv=True, model_id="one")
+        one, two = (runtime.session(k, policy=policy, engine=engine) for k in ("one", "two"))
+        messages = chat(26, size=100, system=False)
+        for session in (one, two):
+            session.use_request(REQUEST)
+            handle = session.observe(messages)
+        assert handle is not None and await handle.wait() is HandleState.READY
+        one.use_request({"messages": [RULES]})
+        await call(two, engine, [*messages, H("And now?", size=20)])
+        assert two.receipts[-1].warm is True and not runtime.counters.wasted_tokens
+
+
+@virtual
+async def test_k_step_off_waits_for_no_warmth_that_cannot_come() -> None:
+    """The lag is the same as without preload while the request is unknown."""
+    lags = []
+    for preload in (False, True):
+        engine = engine_of(FakeEngine)
+        async with make_runtime() as runtime:
+            policy = make_policy(FakeSummarizer(), window=20_000, keep=2, commit=KStepOff(3), preload_kv=preload)
+            session = runtime.session("s", policy=policy, engine=engine)
+            messages: list[Message] = []
+            for k in range(30):
+                session.use_request(None)
+                messages = [*messages, *chat(1, size=100, first=k, system=False)]
+                await session.commit(messages[:-1])
+                session.observe(messages)
+                await settle(5)
+            lags.append([r.lag for r in session.receipts])
+            assert not engine.calls
+    assert lags[0] == lags[1] and lags[0]
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+@virtual
+async def test_promise_15_an_opening_with_the_agents_own_request_goes_with_it(tools: list[Any]) -> None:
+    """It is not called warm once that changed, nor is one warmed while it is unknown; one of its own stays."""
+    engine = engine_of(FakeEngine)
+    async with make_runtime() as runtime:
+        parent = runtime.session("p", policy=policy_of(FakeSummarizer()), engine=engine)
+        parent.use_request(REQUEST)
+        messages = chat(6, size=100, system=False)
+        await parent.commit(messages)
+        parent.observe(messages)
+        request = {"tools": tools} if tools else None
+        first = parent.schedule_transform(Isolate(system="You help.", instruction="Help.", request=request), messages)
+        assert await first.wait() is HandleState.READY and first.artifact is not None and first.artifact.warm
+        done = len(engine.calls)
+        parent.use_request(None)
+        assert first.artifact is not None and first.artifact.warm is bool(tools)
+        assert bool(runtime.counters.wasted_tokens) is not bool(tools)
+        again = parent.schedule_transform(Isolate(system="You look.", instruction="Look.", request=request), messages)
+        assert await again.wait() is HandleState.READY
+        assert (len(engine.calls) > done) is bool(tools)

@@ -99,6 +99,28 @@ async def test_what_fails_without_such_a_wish_is_an_error_and_tried_again() -> N
         assert [e.data["complete"] for e in events.of("preload")] == [True]
 
 
+@pytest.mark.parametrize("how", ["overloaded", "rate_limited"])
+@virtual
+async def test_promise_10_a_summariser_elsewhere_is_not_held_back_by_the_agents_engine(how: str) -> None:
+    """It loads nothing there: only the preload of what it wrote waits, and the turn waits for neither."""
+    events, engine = Events(), Engine()
+    async with make_runtime(on_event=events) as runtime:
+        if how == "overloaded":
+            engine.told = OVERLOADED
+        else:
+            runtime.endpoints.overloaded(engine, EngineOverloaded("later", status=429, retry_after_s=300.0))
+        runtime.foreground(engine).begin("somebody")
+        ((session, messages),) = sessions(runtime, engine, 1)
+        handle = session.lookahead
+        assert handle is not None
+        await settle(3)
+        assert handle.flight.artifact is not None and not engine.sent_at
+        assert not events.of("admission.skipped")
+        assert {e.data["work"].split(":")[0] for e in events.of("admission.deferred")} <= {"preload"}
+        await session.commit([*messages, H("And now?", size=4000)])
+        assert session.receipts[-1].how == "ready" and session.receipts[-1].waited_s == 0
+
+
 @virtual
 async def test_a_preload_waits_while_the_server_is_overloaded() -> None:
     """It began on a calm server; from when others wait there nothing goes out, and on it goes when they are done."""

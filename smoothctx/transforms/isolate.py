@@ -7,7 +7,7 @@ from typing import Any
 
 from ..codec import USER_STUB
 from ..errors import ConfigurationError, TransformError
-from ..request import read_request
+from ..request import check_request
 from .base import Locality, Rewrite, Size, TransformRequest, fingerprint
 from .inputs import paired
 
@@ -52,7 +52,7 @@ class Isolate:
             raise ConfigurationError(f"instruction={instruction!r}: expected a text that is not empty")
         if select is not None and not callable(select):
             raise ConfigurationError(f"select={select!r}: expected a callable (list of messages) -> list, or None")
-        read_request(request)
+        check_request(request)
         self.system, self.instruction, self.select = system, instruction, select
         self.request = None if request is None else dict(request)
         # A request of its own is part of what is prepared: another one warms another prompt.

@@ -95,6 +95,12 @@ async def test_a_tool_that_only_its_client_can_write_is_said_once() -> None:
         assert not engine.calls, "nothing is preloaded with a request that is not known"
 
 
+def test_what_was_given_is_not_read() -> None:
+    """So that a tool which only its client can write may be named in words."""
+    assert request_of({"instructions": {"type": "text"}, "tools": [Odd()]}, {"messages": [], "tools": []}) == {}
+    assert "messages" in request_of({"instructions": "One.", "tools": [Odd()]}, {"tools": []})
+
+
 def test_promise_15_instructions_may_be_several() -> None:
     """One message each, as the framework's clients send them; what only a client can write is refused."""
     assert request_of(None) == request_of({"instructions": " ", "tools": []}) == {}

@@ -101,6 +101,7 @@ class LookaheadMiddleware(ChatMiddleware):
         self.name = name
         self._runtime, self._policy, self._tenant = runtime, policy, tenant
         self._codec = AgentFrameworkMessages()
+        self._given = dict(request or {})
         self._lines = Lines(runtime, policy=policy, codec=self._codec, tenant=tenant, engine=engine, request=request)
         # what a session's state is known to hold: it is read and written only where that changes
         self._known: weakref.WeakKeyDictionary[Session, list[str]] = weakref.WeakKeyDictionary()
@@ -217,9 +218,11 @@ class LookaheadMiddleware(ChatMiddleware):
         if session.engine is None:
             return
         try:
-            request = request_of(context.options)
+            request = request_of(context.options, self._given)
         except Exception as error:
-            self._say(f"nothing is preloaded, since what this agent sends cannot be told: {error}", "request.unread")
+            if self._policy.preload_kv is not False:
+                why = f"nothing is preloaded, since what this agent sends cannot be told: {error}"
+                self._say(why, "request.unread")
             request = None
         session.use_request(request)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from smoothctx.errors import ClosedError, ConfigurationError, MessageError
 from smoothctx.policy import Policy
-from smoothctx.request import read_request
+from smoothctx.request import check_request as _check_request
 from smoothctx.runtime import Runtime
 
 
@@ -50,7 +50,7 @@ def check_engine(engine: Any) -> None:
 
 def check_request(request: Any) -> None:
     """Raise ``ConfigurationError`` unless it is a mapping (or ``None``) whose ``"messages"`` are some."""
-    read_request(request)
+    _check_request(request)
 
 
 def saved_texts(saved: Any, runtime: Runtime, *, where: str, tenant: str = "") -> list[str]:

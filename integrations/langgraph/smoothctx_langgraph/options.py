@@ -12,7 +12,7 @@ from langchain_core.runnables import Runnable
 from smoothctx import Policy, Runtime
 from smoothctx.codec import Codec
 from smoothctx.errors import ConfigurationError, MessageError
-from smoothctx.request import read_request
+from smoothctx.request import check_request
 
 #: whose conversations: a name, or a function of the run's config
 Tenant = str | Callable[[Mapping[str, Any]], str]
@@ -36,7 +36,7 @@ def check_turns(runtime: Any, policy: Any, *, codec: Any, tenant: Any, engine: A
         )
     if engine is not None and not _is_engine(engine):
         raise ConfigurationError(f"engine={engine!r}: expected an engine such as OpenAIEngine(...), or None")
-    read_request(request)
+    check_request(request)
 
 
 def check_mode(mode: Any) -> None:

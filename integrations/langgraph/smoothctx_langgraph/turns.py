@@ -215,7 +215,8 @@ class Turns:
                 "nothing is preloaded, since the tools that the agent sends cannot be told; request={'tools': [...]} "
                 f"names them: {said}"
             )
-            self.notices.once("request.unread", type(error).__name__, why, error=said)
+            if self.policy.preload_kv is not False:
+                self.notices.once("request.unread", type(error).__name__, why, error=said)
             request = None
         session.use_request(request)
 
