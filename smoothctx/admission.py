@@ -134,6 +134,10 @@ def _saturated(now: Situation) -> Why:
         return "slower"
     if now.capacity is not None and now.others >= now.capacity:
         return "full"
+    return _without_gap(now)
+
+
+def _without_gap(now: Situation) -> Why:
     busy = now.seen.busy
     if not now.seen.in_flight or busy.span_s < NO_GAP_S or busy.share < NO_GAP or busy.mean < SEVERAL:
         return ""
@@ -201,9 +205,10 @@ class LoadAdmission:
         return "skip" if decision.answer == "skip" else ("defer", decision.defer_s)
 
     async def pressed(self, engine: Any, foreground: Foreground) -> Why:
-        """Why nothing more is to be preloaded there now: it is overloaded by its own word; ``""`` where it is not."""
+        """Why nothing more is to be preloaded there now: it is overloaded by its own word, or several users leave it no
+        gap; ``""`` where neither is so."""
         now = self._here(engine, foreground, await self._load(engine))
-        return _overloaded(now) if now.own and now.others > 0 else ""
+        return _overloaded(now) or _without_gap(now) if now.own and now.others > 0 else ""
 
     def _situation(self, work: Work, load: Any) -> Situation:
         now, told = self._clock(), self._told.get(work)

@@ -1,5 +1,5 @@
-"""Warming: may a preload send its next request? Not while the engine has asked us to stay away, nor while it is
-overloaded by its own word."""
+"""Warming: may a preload send its next request? Not while the engine has asked us to stay away, while it is overloaded
+by its own word, or while several users leave it no gap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gate:
     """Asks for the preloads of one session, when they are about to send something; on the runtime's loop only.
 
     Args:
-        admission: its ``async pressed(engine, foreground)`` says why the engine is overloaded, ``""`` where it is not;
+        admission: its ``async pressed(engine, foreground)`` says why an engine is to be spared, ``""`` where it is not;
             one without that lets everything through.
         say: told of each reason, once a preload.
     """

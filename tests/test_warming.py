@@ -122,6 +122,27 @@ async def test_promise_10_a_summariser_elsewhere_is_not_held_back_by_the_agents_
 
 
 @virtual
+async def test_promise_09_nothing_is_preloaded_beside_users_who_leave_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when time is short; as soon as one of them is alone it is."""
+    events, engine = Events(), Engine()
+    monkeypatch.setattr(Session, "hurried", lambda *_: True)
+    async with make_runtime(on_event=events) as runtime:
+        foreground = runtime.foreground(engine)
+        for user in "abc":
+            foreground.begin(user)
+            foreground.first_token(user)
+        await settle(5)
+        sessions(runtime, engine, 1)
+        await settle(20)
+        assert not engine.sent_at
+        assert [e.data["why"] for e in events.of("admission.deferred")] == ["saturated"]
+        for user in "ab":
+            foreground.end(user)
+        await settle(20)
+        assert engine.sent_at and foreground.busy
+
+
+@virtual
 async def test_a_preload_waits_while_the_server_is_overloaded() -> None:
     """It began on a calm server; from when others wait there nothing goes out, and on it goes when they are done."""
     engine, events = Engine(), Events()
