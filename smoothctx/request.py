@@ -14,8 +14,6 @@ from .errors import ConfigurationError
 Prompt = tuple[Mapping[str, Any], ...]
 #: turns for which a request that has changed again and again has to stay the same, at most
 MOST_STEADY = 8
-
-
 #: requests that a runtime knows by heart: sessions of one agent share one copy of its tools
 MAX_REQUESTS = 64
 
@@ -62,7 +60,10 @@ def is_request(request: Mapping[str, Any], options: Mapping[str, Any], prompt: P
     """Does ``request`` read as these? Without copying anything: it is asked with each turn."""
     messages = request.get("messages") or ()
     rest = {name: value for name, value in request.items() if name != "messages"}
-    return isinstance(messages, list | tuple) and tuple(messages) == prompt and rest == options
+    try:
+        return isinstance(messages, list | tuple) and tuple(messages) == prompt and bool(rest == options)
+    except Exception:  # something in it cannot be compared: it is another one each time
+        return False
 
 
 def _own(options: dict[str, Any]) -> dict[str, Any]:

@@ -356,3 +356,30 @@ async def test_promise_15_an_opening_with_the_agents_own_request_goes_with_it(to
         again = parent.schedule_transform(Isolate(system="You look.", instruction="Look.", request=request), messages)
         assert await again.wait() is HandleState.READY
         assert (len(engine.calls) > done) is bool(tools)
+
+
+class Odd:
+    """A value that compares with nothing and cannot be copied."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not comparable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not copyable")
+
+
+@virtual
+async def test_values_that_cannot_be_compared_or_copied_are_taken() -> None:
+    """A request with them is another one each time; no turn and no session fails."""
+    events = Events()
+    async with make_runtime(on_event=events) as runtime:
+        engine, policy = engine_of(FakeEngine), policy_of(FakeSummarizer())
+        odd = {"extra_body": {"thing": Odd()}}
+        one, two = (runtime.session(k, policy=policy, engine=engine, request=odd) for k in ("one", "two"))
+        for session in (one, two, runtime.session("three", policy=policy, engine=engine)):
+            for _ in range(3):
+                session.use_request(odd)
+            assert isinstance(session.request["extra_body"]["thing"], Odd)
+        assert not events.of("error") and events.of("request.unsteady")

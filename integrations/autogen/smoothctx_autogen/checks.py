@@ -49,7 +49,7 @@ def check_engine(engine: Any) -> None:
 
 
 def check_request(request: Any) -> None:
-    """Raise ``ConfigurationError`` unless it is a mapping (or ``None``) whose ``"messages"`` are some."""
+    """Raise ``ConfigurationError`` unless it is the constant part of a request, or ``None``."""
     _check_request(request)
 
 
