@@ -372,7 +372,7 @@ class Odd:
 
 @virtual
 async def test_values_that_cannot_be_compared_or_copied_are_taken() -> None:
-    """A request with them is another one each time; no turn and no session fails."""
+    """A new object is another request each time, one and the same is not; no turn and no session fails."""
     events = Events()
     async with make_runtime(on_event=events) as runtime:
         engine, policy = engine_of(FakeEngine), policy_of(FakeSummarizer())
@@ -382,4 +382,7 @@ async def test_values_that_cannot_be_compared_or_copied_are_taken() -> None:
             for _ in range(3):
                 session.use_request(odd)
             assert isinstance(session.request["extra_body"]["thing"], Odd)
-        assert not events.of("error") and events.of("request.unsteady")
+        assert not events.of("request.unsteady")
+        for _ in range(4):
+            session.use_request({"extra_body": {"thing": Odd()}})
+        assert events.of("request.unsteady") and not events.of("error")
