@@ -329,7 +329,7 @@ class Boundary:
     def _in_step(self, handle: LookaheadHandle, messages: Sequence[Any], k: int) -> bool:
         """``KStepOff``: at most once in ``k`` turns, and warm if that takes no more than ``k`` turns more."""
         pace, artifact = self._conversation.pace, handle.artifact
-        cold = pace.cold(handle.id)  # counted from the first turn on
+        cold = pace.cold(handle.id)  # also while the last commit is too near
         if artifact is None or pace.committed_within(k):
             return False
         branch, policy = self._conversation.branch, self._conversation.policy

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigurationError
@@ -42,7 +42,7 @@ def check_request(request: Mapping[str, Any] | None) -> None:
         )
 
 
-def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Prompt]:
+def read_request(request: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Prompt]:
     """Its options, and the prompt: its ``"messages"``, which stand before the conversation in each call. Copies.
 
     A framework that keeps an agent's system prompt apart from its messages sends it so.
@@ -51,36 +51,52 @@ def read_request(request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Pro
         ConfigurationError: see :func:`check_request`.
     """
     check_request(request)
-    options = _own(dict(request or {}))  # what is changed in place afterwards is another request
+    options = _own(request or {})  # what is changed in place afterwards is another request
     prompt = options.pop("messages", None) or ()
-    return options, tuple(dict(m) for m in prompt)
+    return MappingProxyType(options), tuple(prompt)
 
 
 def is_request(request: Mapping[str, Any], options: Mapping[str, Any], prompt: Prompt) -> bool:
     """Does ``request`` read as these? Without copying anything: it is asked with each turn."""
     messages = request.get("messages") or ()
     rest = {name: value for name, value in request.items() if name != "messages"}
+    return isinstance(messages, list | tuple) and same(tuple(messages), prompt) and same(rest, options)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Is it the same text where it is written as JSON? The order of names counts, and so does 1 against true."""
+    if a is b:
+        return True
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
     try:
-        return isinstance(messages, list | tuple) and tuple(messages) == prompt and bool(rest == options)
-    except Exception:  # something in it cannot be compared: it is another one each time
+        return bool(a == b)
+    except Exception:  # it cannot be compared
         return False
 
 
-def _own(options: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return copy.deepcopy(options)
-    except Exception:  # something in it cannot be copied: it is as constant as its owner says
-        return options
+def _own(value: Any) -> Any:
+    """A copy of what may be changed in place; what is no plain value stays the object that it is."""
+    if isinstance(value, Mapping):
+        return {name: _own(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_own(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
 
 
 class Requests:
     """The requests of one runtime's sessions: equal ones are one object. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[dict[str, Any], Prompt]] = []  # the one used last at the end
+        self._known: list[tuple[Mapping[str, Any], Prompt]] = []  # the one used last at the end
         self._lock = threading.Lock()
 
-    def read(self, request: Mapping[str, Any] | None) -> tuple[dict[str, Any], Prompt]:
+    def read(self, request: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Prompt]:
         """:func:`read_request`; what it gives is never changed.
 
         Raises:

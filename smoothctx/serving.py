@@ -18,7 +18,7 @@ from .flight import Flight
 from .handle import LookaheadHandle
 from .members import endpoint_of, engine_of, members, uses
 from .openings import Openings
-from .request import Steadiness
+from .request import Steadiness, same
 from .states import FINAL, HandleState
 from .transforms.base import Transform
 from .usage import Usage
@@ -265,7 +265,10 @@ class Serving:
         if self._binding is None or not self.steadiness.steady or session.closed or not session.wants_preload():
             return False
         shown: list[dict[str, Any]] = []
-        warmth = Warmth()
+        warmth, request = Warmth(), session.request
+
+        def current() -> bool:
+            return session.request is request and self.steadiness.steady
 
         def view() -> list[dict[str, Any]]:
             shown[:] = self._shown(artifact, self._latest)
@@ -279,19 +282,14 @@ class Serving:
             self._warmth[artifact.key] = warmth  # the newest
             for key in list(self._warmth)[:-MAX_WARM]:
                 (self._warmth.pop(key, None) or Warmth()).drop()
-            binding, self._prepared, request = self._binding, True, session.request
+            binding, self._prepared = self._binding, True
             with for_a_while(self._foreground, session.policy.timeout) as time_left:
                 report = await self._gate.open(
                     lambda may: binding.preload(
                         view,
                         request=request,
                         foreground=self._foreground,
-                        needed=lambda: (
-                            session.request is request
-                            and self.steadiness.steady
-                            and self.waits_for(flight)
-                            and time_left()
-                        ),
+                        needed=lambda: current() and self.waits_for(flight) and time_left(),
                         hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
@@ -302,6 +300,8 @@ class Serving:
         finally:  # also when it is cut off
             spent, warmth.spent = warmth.spent, Usage()
             self._runtime.flights.warmed(flight, spent)
+            if not current():
+                self._cool(flight)
         if report.complete and not warmth.done:  # a binding that keeps no account of its own
             warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
         self._share(flight, artifact.key, warmth)
@@ -323,7 +323,8 @@ class Serving:
             return
         own = self._session
         for session in {h.session for h in list(flight.handles) if h.session is not own and h.state not in FINAL}:
-            if session.engine is own.engine and (session.request, session.prompt) == (own.request, own.prompt):
+            alike = same(session.request, own.request) and same(session.prompt, own.prompt)
+            if session.engine is own.engine and alike:
                 session.serving.heard(key, warmth)
 
     def heard(self, key: str, warmth: Warmth) -> None:
@@ -360,7 +361,7 @@ class Serving:
         own = getattr(flight.plan.transform, "request", None) is not None
         if (binding := self._binding) is None or not (own or self.steadiness.steady):
             return False
-        warmth = Warmth()
+        warmth, request = Warmth(), self._session.request
         try:
             if self._runtime.endpoints.rests(self._session.engine) > 0:  # its messages are waited for: cold, at once
                 return False
@@ -369,6 +370,8 @@ class Serving:
             return self._refused(error, opening=True)
         finally:  # also when it is cut off
             self._runtime.flights.warmed(flight, warmth.spent)
+            if not own and not (self._session.request is request and self.steadiness.steady):
+                self._cool(flight)
         return report is not None and self._reported(report, flight, counted=warmth.spent.calls > 0, opening=True)
 
     def _refused(self, error: Exception, **more: Any) -> bool:
@@ -435,9 +438,14 @@ class Serving:
                 continue  # it has one of its own
             if flight.plan.opening and flight.artifact is not None:
                 flight.artifact = replace(flight.artifact, warm=False)
-            if all(h.session is session or h.state in FINAL for h in list(flight.handles)):
-                self._runtime.flights.cooled(flight)
+            self._cool(flight)
         self.openings.cooled()
+        self._foreground.poke()  # a preload with the last one ends
+
+    def _cool(self, flight: Flight) -> None:
+        """What was warmed of it is of no use to this session; wasted, where nobody else waits for it."""
+        if all(h.session is self._session or h.state in FINAL for h in list(flight.handles)):
+            self._runtime.flights.cooled(flight)
 
     def follow(self, messages: Sequence[Any]) -> None:
         """These are the latest messages: what a preload warms."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy,
 from slotted import SlottedEngine
 from smoothctx import ConfigurationError, HandleState, Isolate, KStepOff, Policy, Session
 from smoothctx.economics import Speed
-from smoothctx.request import MAX_REQUESTS, MOST_STEADY, Steadiness
+from smoothctx.request import MAX_REQUESTS, MOST_STEADY, Requests, Steadiness, same
 from smoothctx.testing import FakeEngine
 
 RULES = S("A rule of many. " * 500)
@@ -386,3 +387,42 @@ async def test_values_that_cannot_be_compared_or_copied_are_taken() -> None:
         for _ in range(4):
             session.use_request({"extra_body": {"thing": Odd()}})
         assert events.of("request.unsteady") and not events.of("error")
+
+
+def test_a_request_is_the_same_where_its_text_is() -> None:
+    """The order of names is part of the prompt that a template writes; numbers and truth values are not the same."""
+    tool = {"properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
+    other = {"properties": {"line": {"type": "integer"}, "path": {"type": "string"}}}
+    assert tool == other and not same([tool], [other]) and same([tool], [json.loads(json.dumps(tool))])
+    assert not same({"logprobs": True}, {"logprobs": 1}) and not same(1, 1.0) and not same([1], (1,))
+    known, mine = Requests(), object()
+    first = known.read({"tools": [tool], "thing": mine})
+    assert known.read({"tools": [other], "thing": mine})[0] is not first[0]
+    assert known.read({"tools": [tool], "thing": mine})[0] is first[0]
+    assert known.read({"tools": [tool], "thing": object()})[0] is not first[0]
+    with pytest.raises(TypeError):
+        first[0]["temperature"] = 1  # type: ignore[index]  # it is not one session's alone
+    assert {**first[0]} == {"tools": [tool], "thing": mine} and first[0]["tools"][0] is not tool
+
+
+@pytest.mark.parametrize("opening", [False, True])
+@virtual
+async def test_promise_09_what_was_being_warmed_when_the_request_changed_is_wasted(opening: bool) -> None:
+    """The preload ends, and its requests count, whatever becomes of the result."""
+    engine = FakeEngine(*["A summary."] * 50, speed=Speed(100.0, 100.0), block_tokens=16)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy_of(FakeSummarizer()), engine=engine)
+        session.use_request({"tools": [TOOL]})
+        messages = chat(26, size=100, system=False)
+        await session.commit(messages[:10])
+        handle = session.observe(messages)
+        if opening:
+            handle = session.schedule_transform(Isolate(system="You help.", instruction="Help."), messages)
+        assert handle is not None
+        await settle(5)
+        going = [c for c in engine.calls if c.outcome == "running"]
+        session.use_request({"tools": []})
+        await settle(1)
+        assert going and all(c.outcome == "cancelled" for c in going)
+        done = [c for c in engine.calls if c.outcome == "done" and c.options.get("tools")]
+        assert done and runtime.counters.wasted_tokens >= sum(c.input_tokens - c.cached_tokens for c in done)
