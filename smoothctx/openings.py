@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from .codec import openai_messages
 from .digest import chain
@@ -61,7 +61,7 @@ class Openings:
             Exception: whatever the engine raised, as it is.
         """
         session, messages = self._session, flight.opening or ()
-        wish = getattr(flight.plan.transform, "request", None)
+        wish = own_request(flight)
         options, lead = (session.request, ()) if wish is None else read_request(wish)
         prompt = [*lead, *(sent for m in messages for sent in openai_messages(session.codec, m))]
         if not messages or not _wanted(flight):
@@ -123,7 +123,7 @@ class Openings:
 
     def cooled(self) -> None:
         """The agent's request is another one: what was warmed with it, for want of one of its own, goes."""
-        self._drop(lambda o: getattr(o.flight.plan.transform, "request", None) is None)
+        self._drop(lambda o: own_request(o.flight) is None)
 
     def close(self) -> None:
         """All go, and none comes after."""
@@ -137,6 +137,12 @@ class Openings:
             self._held = [o for o in self._held if o not in gone]
         for opening in gone:
             opening.binding.close()
+
+
+def own_request(flight: Flight) -> Mapping[str, Any] | None:
+    """The constant part of the requests of the sub-agent whose opening this makes; ``None``: as its parent's."""
+    own: Mapping[str, Any] | None = getattr(flight.plan.transform, "request", None)
+    return own
 
 
 def _wanted(flight: Flight) -> bool:

@@ -17,7 +17,7 @@ from .engines.wire import without_form
 from .flight import Flight
 from .handle import LookaheadHandle
 from .members import endpoint_of, engine_of, members, uses
-from .openings import Openings
+from .openings import Openings, own_request
 from .request import Steadiness, same
 from .states import FINAL, HandleState
 from .transforms.base import Transform
@@ -267,9 +267,6 @@ class Serving:
         shown: list[dict[str, Any]] = []
         warmth, request = Warmth(), session.request
 
-        def current() -> bool:
-            return session.request is request and self.steadiness.steady
-
         def view() -> list[dict[str, Any]]:
             shown[:] = self._shown(artifact, self._latest)
             if not warmth.assumed:
@@ -289,7 +286,7 @@ class Serving:
                         view,
                         request=request,
                         foreground=self._foreground,
-                        needed=lambda: current() and self.waits_for(flight) and time_left(),
+                        needed=lambda: self._sends(request) and self.waits_for(flight) and time_left(),
                         hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
@@ -300,7 +297,7 @@ class Serving:
         finally:  # also when it is cut off
             spent, warmth.spent = warmth.spent, Usage()
             self._runtime.flights.warmed(flight, spent)
-            if not current():
+            if not self._sends(request):
                 self._cool(flight)
         if report.complete and not warmth.done:  # a binding that keeps no account of its own
             warmth.part, warmth.done, warmth.begun = list(shown), size_of(shown), True
@@ -358,7 +355,7 @@ class Serving:
 
     async def preload_opening(self, flight: Flight) -> bool:
         """Warm the engine's cache with a sub-agent's opening. Is all of it warm?"""
-        own = getattr(flight.plan.transform, "request", None) is not None
+        own = own_request(flight) is not None
         if (binding := self._binding) is None or not (own or self.steadiness.steady):
             return False
         warmth, request = Warmth(), self._session.request
@@ -370,7 +367,7 @@ class Serving:
             return self._refused(error, opening=True)
         finally:  # also when it is cut off
             self._runtime.flights.warmed(flight, warmth.spent)
-            if not own and not (self._session.request is request and self.steadiness.steady):
+            if not own and not self._sends(request):
                 self._cool(flight)
         return report is not None and self._reported(report, flight, counted=warmth.spent.calls > 0, opening=True)
 
@@ -434,13 +431,18 @@ class Serving:
         for key in list(self._warmth):
             (self._warmth.pop(key, None) or Warmth()).drop()
         for flight in [h.flight for h in handles]:
-            if flight.plan.opening and getattr(flight.plan.transform, "request", None) is not None:
-                continue  # it has one of its own
-            if flight.plan.opening and flight.artifact is not None:
-                flight.artifact = replace(flight.artifact, warm=False)
+            if flight.plan.opening:
+                if own_request(flight) is not None:
+                    continue  # it has one of its own
+                if flight.artifact is not None:
+                    flight.artifact = replace(flight.artifact, warm=False)
             self._cool(flight)
         self.openings.cooled()
         self._foreground.poke()  # a preload with the last one ends
+
+    def _sends(self, request: Mapping[str, Any]) -> bool:
+        """Are these still the options of the agent's request, as far as is known, and for long enough?"""
+        return self._session.request is request and self.steadiness.steady
 
     def _cool(self, flight: Flight) -> None:
         """What was warmed of it is of no use to this session; wasted, where nobody else waits for it."""

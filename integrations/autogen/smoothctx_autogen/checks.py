@@ -10,7 +10,7 @@ from typing import Any
 
 from smoothctx.errors import ClosedError, ConfigurationError, MessageError
 from smoothctx.policy import Policy
-from smoothctx.request import check_request as _check_request
+from smoothctx.request import check_request as check_request
 from smoothctx.runtime import Runtime
 
 
@@ -46,11 +46,6 @@ def check_engine(engine: Any) -> None:
     """Raise ``ConfigurationError`` unless it can do what an engine does (or is ``None``)."""
     if engine is not None and not any(callable(getattr(engine, name, None)) for name in ("bind", "complete")):
         raise ConfigurationError(f"engine={engine!r}: expected an engine of smoothctx (bind, complete), or None")
-
-
-def check_request(request: Any) -> None:
-    """Raise ``ConfigurationError`` unless it is the constant part of a request, or ``None``."""
-    _check_request(request)
 
 
 def saved_texts(saved: Any, runtime: Runtime, *, where: str, tenant: str = "") -> list[str]:
