@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .codec import openai_messages
 from .engines.binding import Prepared
-from .engines.preload import PreloadReport, Warmth, for_a_while, size_of
+from .engines.preload import PreloadReport, Warmth, common, for_a_while, size_of
 from .engines.wire import without_form
 from .flight import Flight
 from .handle import LookaheadHandle
@@ -311,8 +310,7 @@ class Serving:
         since = session.branch.sent
         answered = since and since < len(self._latest) and session.codec.role(self._latest[since]) == "assistant"
         if answered and getattr(self._binding, "by_content", False):
-            both = zip(view, self._rendered(self._sent), strict=False)
-            warmth.assumed = size_of([new for new, _ in takewhile(_alike, both)]) if self._sent else 0
+            warmth.assumed = size_of(common(view, self._rendered(self._sent))) if self._sent else 0
 
     def _share(self, flight: Flight, key: str, warmth: Warmth) -> None:
         """Where the engine finds what it has cached by content, it is warm for whoever would send the same."""
@@ -546,10 +544,6 @@ class Serving:
             self._foreground.poke()  # a preload for this session ends
         self._warmth.clear()
         self._latest, self._sent = [], []
-
-
-def _alike(pair: tuple[object, object]) -> bool:
-    return pair[0] == pair[1]
 
 
 def _slotted(engine: Any) -> bool:

@@ -24,7 +24,7 @@ from ..errors import EngineError, EngineOverloaded
 from ..foreground import Foreground
 from ..usage import Usage
 from .binding import Prepared
-from .preload import Preloader, Warmth, size_of, valid
+from .preload import Preloader, Warmth, common, size_of, valid
 
 if TYPE_CHECKING:
     from .client import OpenAIEngine
@@ -161,12 +161,8 @@ class Aligned:
 
     def _shared(self, messages: Messages) -> float:
         """The part of this prompt with which the agent's begins too (all of it, where that is not known)."""
-        view, own = self._view(), 0
-        for mine, other in zip(messages, view, strict=False):
-            if mine != other:
-                break
-            own += 1
-        return size_of(messages[:own]) / max(1, size_of(messages)) if view else 1.0
+        view = self._view()
+        return size_of(common(messages, view)) / max(1, size_of(messages)) if view else 1.0
 
     async def _gap(self) -> None:
         foreground, urgent = self._foreground, self._urgent

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal
 
 from ..foreground import Foreground
@@ -90,11 +91,7 @@ class Warmth:
         """Keep of it what ``messages`` begin with, too."""
         if not self.done or head(messages, self.done)[0] == self.part:
             return
-        part = []
-        for ours, theirs in zip(self.part, messages, strict=False):
-            if ours != theirs:
-                break
-            part.append(theirs)
+        part = common(messages, self.part)
         self.part, self.done, self.tokens, self.likely = part, size_of(part), 0, 0
 
     @property
@@ -342,6 +339,12 @@ def _size(message: Mapping[str, Any]) -> int:
 def size_of(messages: Messages) -> int:
     """Characters of a conversation, as preloads count them."""
     return sum(map(_size, messages))
+
+
+def common(messages: Messages, others: Messages) -> list[Mapping[str, Any]]:
+    """Those with which both begin."""
+    both = zip(messages, others, strict=False)
+    return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
 
 
 def head(messages: Messages, size: int) -> tuple[list[Mapping[str, Any]], int]:
