@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import problems
-from smoothctx import EngineRefused, EngineUnreachable
+from smoothctx import EngineOverloaded, EngineRefused, EngineUnreachable
 from smoothctx.bench import qa
 from smoothctx.bench.qa_data import Item, load_hotpotqa, load_locomo, own_items
 from smoothctx.bench.qa_scores import Action, action_of, equivalence, exact_match, f1, held, normalise
 from smoothctx.cli import build, main
 from smoothctx.errors import ConfigurationError
 from smoothctx.outputs import Output
+from smoothctx.testing import run_virtual
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 
@@ -389,6 +391,32 @@ async def test_a_server_that_takes_no_temperature_is_asked_without() -> None:
     cells: list[qa.Cell] = []
     await qa.measure(Hosted(items), "x", items, settings(250), cells)
     assert len(cells) == 6 and not any(c.error for c in cells)
+
+
+def test_a_server_that_limits_requests_is_asked_again_when_it_wishes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The question and the summaries alike: no cell fails for it, and none is scored without a block."""
+    item = own_items()[0]
+
+    class Limited(Knower):
+        open_at = 0.0
+
+        async def complete(self, messages: Any, *, max_tokens: int | None = None, **options: Any) -> Any:
+            now = asyncio.get_running_loop().time()
+            if now < self.open_at:
+                raise EngineOverloaded("too many", status=429, retry_after_s=self.open_at - now)
+            self.open_at = now + 20.0
+            return await super().complete(messages, max_tokens=max_tokens, **options)
+
+    async def measured() -> tuple[list[qa.Cell], int]:
+        cells: list[qa.Cell] = []
+        engine = Limited([item])
+        await qa.measure(engine, "x", [item], settings(250), cells)
+        return cells, len(engine.requests)
+
+    cells, requests = run_virtual(measured)
+    assert len(cells) == 3 and not any(c.error for c in cells) and requests >= 5
+    assert (cells[2].left_raw or 0) < 0.1, "the short last block alone"
+    assert "limits requests (429): again in 20 s" in capsys.readouterr().err
 
 
 async def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:

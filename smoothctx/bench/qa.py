@@ -265,6 +265,10 @@ async def measure(
             print(f"[{len(cells)}/{total}] {item.id} {setting.name}: {shown}", file=sys.stderr, flush=True)
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def compared(cell: Cell, reference: str) -> Cell:
     """An action's score: how near it is to the ``reference``, what was said with the raw context. Without a call in
     that one there is nothing to compare."""
@@ -280,7 +284,7 @@ async def ask(engine: Any, item: Item, setting: Setting) -> Cell:
     """One cell: compact, ask, and score what can be scored by itself."""
     raw = sum(map(CODEC.estimate, item.messages))
     cell = Cell(key="", setting=setting.name, kind=item.kind, item=item.id, raw_tokens=raw)
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, say=_say)
     try:
         context = await compacted(item, setting.transform(recorder))
         left = _left_raw(item, context)

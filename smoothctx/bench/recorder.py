@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..engines.wire import refused_option
 from ..errors import EngineRefused, SmoothctxError
+from ..patience import patiently
 
 #: options without which the same is asked, if with more chance in it
 SPARE = ("temperature", "ignore_eos")
@@ -15,11 +18,13 @@ class Recorder:
     """Asks ``engine``, every time with ``options``; one of ``SPARE`` that it refuses by name is left out from then on.
 
     ``ends`` are the finish reasons of its answers, ``failed`` the errors of its calls: a transform goes on without the
-    blocks that failed, and says nothing of them.
+    blocks that failed, and says nothing of them. With ``say``, which is told of each pause, a server that is overloaded
+    or limits requests is asked again (see :func:`patiently`): not where the time of a call counts.
     """
 
-    def __init__(self, engine: Any, **options: Any) -> None:
+    def __init__(self, engine: Any, *, say: Callable[[str], object] | None = None, **options: Any) -> None:
         self._engine = engine
+        self._say = say
         self._options = options
         self.identity: str = engine.identity
         self.context_window: int | None = getattr(engine, "context_window", None)
@@ -32,8 +37,9 @@ class Recorder:
         given = {**self._options, **options}
         while True:
             sent = {name: value for name, value in given.items() if name not in self._refused}
+            call = partial(self._engine.complete, messages, max_tokens=max_tokens, **sent)
             try:
-                reply = await self._engine.complete(messages, max_tokens=max_tokens, **sent)
+                reply = await call() if self._say is None else (await patiently(call, self._say))[0]
             except SmoothctxError as error:
                 spare = [name for name in SPARE if name in sent]
                 named = refused_option(error, spare) if isinstance(error, EngineRefused) else None
