@@ -28,7 +28,7 @@ from .pieces import (
     summaries_of,
     summary_tokens,
 )
-from .serving import Serving
+from .preloading import Preloading
 from .states import FINAL, WORKING, HandleState, Reason
 from .transforms.parallel import ParallelSummarize
 from .turns import start_of_last
@@ -57,12 +57,17 @@ class Blockwise:
     """Prepares the blocks of one session and says which of them may be committed."""
 
     def __init__(
-        self, runtime: Runtime, session: Session, launcher: Launcher, serving: Serving, transform: ParallelSummarize
+        self,
+        runtime: Runtime,
+        session: Session,
+        launcher: Launcher,
+        preloading: Preloading,
+        transform: ParallelSummarize,
     ) -> None:
         self._runtime = runtime
         self._session = session
         self._launcher = launcher
-        self._serving = serving
+        self._preloading = preloading
         self.transform = transform
         self._handles: list[LookaheadHandle] = []
         self._merging: LookaheadHandle | None = None
@@ -144,7 +149,7 @@ class Blockwise:
             self._start_filled(messages, drop, due)
         live = self.handles
         if live:
-            self._serving.follow(messages)
+            self._preloading.follow(messages)
             self._warm(messages)
         if not due:
             return live[0] if live else None
@@ -314,11 +319,11 @@ class Blockwise:
         weighed = branch.weigh(artifacts, messages)
         if at_limit:
             return chosen if weighed.saved > 0 else []
-        warm = self._serving.warm(artifacts[-1], messages)
+        warm = self._preloading.warm(artifacts[-1], messages)
         bills = weighed.saved < weighed.rebilled and not warm and policy.lag is None
         if weighed.saved <= 0 or weighed.saved < policy.least_savings * branch.tokens or bills:
             return []  # promise 9
-        if not warm and self._serving.warming and self._warmed == artifacts[-1].key:
+        if not warm and self._preloading.warming and self._warmed == artifacts[-1].key:
             return []  # its view is being preloaded: a turn later it costs less
         if accepts is not None and not all([accepts(handle, messages) for handle in chosen]):
             return []
@@ -380,12 +385,12 @@ class Blockwise:
 
     def _warm(self, messages: Sequence[Any]) -> None:
         """Preload the view that the next boundary gives, when it is near."""
-        if not self._serving.preloads(None) or not self.nearly():
+        if not self._preloading.wished(None) or not self.nearly():
             return
         last = next(reversed(self._chosen(messages)), None)
         if last is not None and last.state is HandleState.READY and last.flight.artifact is not None:
             self._warmed = last.flight.artifact.key
-            self._serving.grew(last, messages)
+            self._preloading.grew(last, messages)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

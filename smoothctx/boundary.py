@@ -53,6 +53,7 @@ class Boundary:
         self._trigger = trigger
         self._launcher = launcher
         self._serving = serving
+        self._preloading = serving.preloading
         self._blockwise = blockwise
         self._judging = judging
         self._outgrown = False  # the last result was dropped because the tail had outgrown it
@@ -204,7 +205,7 @@ class Boundary:
             artifact = choose(self._conversation, whole, handle, messages)
         known = () if flight.from_store else flight.plan.request.pins
         artifact = self._launcher.local.with_pins(artifact, messages, known) or artifact
-        warm = self._serving.warm(artifact, messages) if warm is None else warm
+        warm = self._preloading.warm(artifact, messages) if warm is None else warm
         if artifact.warm != warm:
             artifact = replace(artifact, warm=warm)
         handle.chosen = None if artifact is whole else artifact
@@ -276,7 +277,7 @@ class Boundary:
             accepts = None if self._judging is None or at_limit else self._judging.accepts
             chosen = self._blockwise.commit(messages, self._handles.drop, at_limit=at_limit, accepts=accepts)
             last = chosen[-1].flight.artifact if chosen else None  # the view that was preloaded is that of all of them
-            warm = last is not None and self._serving.warm(last, messages)
+            warm = last is not None and self._preloading.warm(last, messages)
             for handle in chosen:
                 self._choose(handle, messages, warm=warm)
             if at_limit or self._blocks_pay(chosen, messages):
@@ -336,7 +337,7 @@ class Boundary:
         weighed = branch.weigh(artifact, messages)
         if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
             return False  # it would bring back more than a fallback has dropped
-        if handle.state is HandleState.READY and (artifact.warm or not self._serving.may_warm(handle.flight)):
+        if handle.state is HandleState.READY and (artifact.warm or not self._preloading.may_warm(handle.flight)):
             return True
         return cold >= k
 
@@ -356,7 +357,9 @@ class Boundary:
         expected = verdict.of_commit(conversation, artifacts, messages)
         if expected is None or expected.pays:
             return True
-        may_warm = any(self._serving.may_warm(h.flight) and not a.warm for h, a in zip(handles, artifacts, strict=True))
+        may_warm = any(
+            self._preloading.may_warm(h.flight) and not a.warm for h, a in zip(handles, artifacts, strict=True)
+        )
         if not rule.may_improve(expected) and not may_warm and not verdict.needed(conversation, rule):
             for handle in handles:
                 self._trigger.unprofitable(handle)

@@ -34,6 +34,7 @@ class Handles:
         self._dropped = dropped
         self._conversation = conversation
         self._serving = serving
+        self._preloading = serving.preloading
         self._blockwise = blockwise
         #: the lookahead of the present branch, as it was last started
         self.live: LookaheadHandle | None = None
@@ -95,7 +96,7 @@ class Handles:
 
     def sent(self, view: Sequence[Any]) -> None:
         """This view is what the agent sends now."""
-        self._serving.sent(view)
+        self._preloading.sent(view)
 
     def ready(self, handle: LookaheadHandle, flight: Flight) -> None:
         """Its flight has landed with a result."""
@@ -106,7 +107,7 @@ class Handles:
             handle=handle.id,
             transform=handle.transform.name,
             tokens=flight.artifact.tokens,
-            warm=flight.artifact.warm and (flight.plan.opening or self._serving.preloaded(*flight.keys)),
+            warm=flight.artifact.warm and (flight.plan.opening or self._preloading.preloaded(*flight.keys)),
             cached_share=flight.usage.cached_share,
         )
         self._learn(handle)

@@ -66,6 +66,7 @@ class Launcher:
         self._runtime = runtime
         self._session = session
         self._serving = serving
+        self._preloading = serving.preloading
         self._archive = archive
         self.local = LocalRewrites(runtime, session)
         self._index: list[str] = []
@@ -190,11 +191,11 @@ class Launcher:
                 save=None if opening else self.save,
                 **burden,
             )
-            if self._serving.preloads(preload_kv):
-                flight.preload = lambda artifact, own=flight: self._serving.warm_up(own, artifact, preload_kv)
+            if self._preloading.wished(preload_kv):
+                flight.preload = lambda artifact, own=flight: self._preloading.warm_up(own, artifact, preload_kv)
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
-        self._serving.follow(messages)
+        self._preloading.follow(messages)
         runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s)
         return handle
 
@@ -231,8 +232,8 @@ class Launcher:
             context_tokens=policy.context_window,
             max_tokens=cap,
             missed=session.missed(history.chain[run.start]),
-            options=self._serving.aligned(transform, key),
-            prompt=self._serving.prompt(transform),
+            options=self._serving.beside.options(transform, key),
+            prompt=self._serving.beside.prompt(transform),
         )
         carried = {*pins, *message_pins(request.messages, codec)}  # they stay in any case
         shown_tokens = history.tokens[-1] + sum(e.tokens - history.span(e.start, e.end) for e in branch.edits)

@@ -98,7 +98,7 @@ class Session:
         self._launcher = Launcher(runtime, self, self._serving, self._archive)
         blocks = policy.transform
         self._blockwise = (
-            Blockwise(runtime, self, self._launcher, self._serving, blocks)
+            Blockwise(runtime, self, self._launcher, self._serving.preloading, blocks)
             if isinstance(blocks, ParallelSummarize)
             else None
         )
@@ -334,7 +334,7 @@ class Session:
             except Exception as error:
                 self._conversation.error(error, "use_request")
             try:
-                self._serving.asked(changed, self._handles.all())
+                self._serving.preloading.asked(changed, self._handles.all())
             except Exception as error:
                 self._conversation.error(error, "use_request")
 
@@ -382,7 +382,7 @@ class Session:
             request=self._given,
         )
         other.use_request({**self.request, "messages": self.prompt})
-        other._serving.steadiness = replace(self._serving.steadiness)
+        other._serving.preloading.steadiness = replace(self._serving.preloading.steadiness)
         self.share_with(other)
         return other
 

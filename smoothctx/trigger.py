@@ -73,6 +73,7 @@ class Trigger:
         self._following = following
         self._launcher = launcher
         self._serving = serving
+        self._preloading = serving.preloading
         self._blockwise = blockwise
         self._predicts = predicts
         self._barren: tuple[str | None, int] | None = None
@@ -103,7 +104,7 @@ class Trigger:
         self.give_up_place()
         live = self._handles.lookahead
         if live is not None and not self._outgrown(live):
-            self._serving.grew(live, messages)
+            self._preloading.grew(live, messages)
             return live
         if change is not None and change.error is not None:
             return live  # what stands behind an unreadable message is unknown: nothing is started for it
@@ -265,7 +266,12 @@ class Trigger:
         A longer run will pay, a little later. Near the hard limit it is wanted all the same, and where it is preloaded
         nothing is re-billed."""
         branch, policy = self._conversation.branch, self._conversation.policy
-        if not self._in_vain or policy.lag is not None or policy.commit == "hard_limit" or self._serving.preloads(None):
+        if (
+            not self._in_vain
+            or policy.lag is not None
+            or policy.commit == "hard_limit"
+            or self._preloading.wished(None)
+        ):
             return False
         tokens, messages = branch.tokens + policy.reserved_tokens, branch.messages
         if policy.over(policy.hard_limit, int(tokens / NEAR), int(messages / NEAR)):

@@ -314,12 +314,13 @@ async def test_a_session_that_was_opened_before_the_probe_gets_its_slot_with_its
     async with ModelServer("llama.cpp").engine() as engine, make_runtime() as runtime:
         session = runtime.session("s", policy=make_policy(FakeSummarizer(), preload_kv=True), engine=engine)
         await session.commit(chat(1))
-        assert session.request_options() == {} and session.serving.preloads(None)
+        preloading = session.serving.preloading
+        assert session.request_options() == {} and preloading.wished(None)
         await settle(10)
-        assert engine.preload_by_default and not session.serving.preloads(None) and not session.serving.preloads(True)
+        assert engine.preload_by_default and not preloading.wished(None) and not preloading.wished(True)
         session.observe(chat(1))
         await session.commit([*chat(1), H("next")])
-        assert session.request_options()["id_slot"] == 0 and session.serving.preloads(None)
+        assert session.request_options()["id_slot"] == 0 and preloading.wished(None)
         other = runtime.session("other", policy=make_policy(FakeSummarizer()), engine=engine)
         assert other.request_options()["id_slot"] == 1
         await session.close()

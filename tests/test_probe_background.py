@@ -175,10 +175,10 @@ async def test_slots_are_used_by_sessions_opened_after_it() -> None:
     async with ModelServer("llama.cpp").engine() as engine, make_runtime() as runtime:
         assert isinstance(engine, OpenAIEngine)
         early = open_session(runtime, "early", engine)
-        assert isinstance(early._serving._binding, Binding) and early.request_options() == {}
+        assert isinstance(early.serving.binding, Binding) and early.request_options() == {}
         await settle(10)
         late = open_session(runtime, "late", engine)
-        assert isinstance(late._serving._binding, SlotBinding) and late.request_options()["id_slot"] == 0
+        assert isinstance(late.serving.binding, SlotBinding) and late.request_options()["id_slot"] == 0
         assert early.request_options() == {} and engine.preload_by_default
 
 

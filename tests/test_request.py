@@ -170,10 +170,10 @@ async def test_promise_15_tools_that_change_in_place_are_another_request() -> No
         session.use_request(given)
         handle = session.observe(chat(26, size=100, system=False))
         assert handle is not None and await handle.wait() is HandleState.READY
-        assert session._serving.preloaded(*handle.flight.keys)
+        assert session._serving.preloading.preloaded(*handle.flight.keys)
         tools[0]["function"] = {**TOOL["function"], "name": "find"}
         session.use_request(given)
-        assert not session._serving.preloaded(*handle.flight.keys)
+        assert not session._serving.preloading.preloaded(*handle.flight.keys)
         assert session.request["tools"][0]["function"]["name"] == "find"
 
 
