@@ -13,6 +13,7 @@ _MARGIN = 1.25  # work is expected to take that many times what it usually does
 _WEIGHT = 0.3  # of the newest sample; about the last five turns count
 _TURNS = 16  # of so many the one that added most may come again: the output of a tool is long now and then
 _LONGEST = 4  # and if it is: it is taken for a quarter of what fits, at most
+_GAPS = 8  # idle times of late, most of which were longer than what counts as quiet
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class Forecast:
         "_asked",
         "_boundary_at",
         "_boundary_tokens",
+        "_gaps",
         "_grown",
         "_idle_since",
         "growth",
@@ -49,6 +51,7 @@ class Forecast:
         self.work = Average()  # seconds of background work per lookahead, preload included
         self.write = Average()  # seconds of it until the result is there
         self._grown: deque[int] = deque(maxlen=_TURNS)  # tokens that the last turns added
+        self._gaps: deque[float] = deque(maxlen=_GAPS)  # the last idle times
         self._boundary_at: float | None = None
         self._boundary_tokens = 0
         self._idle_since: float | None = None
@@ -62,6 +65,7 @@ class Forecast:
             self.turn.add(now - self._boundary_at)
         if self._idle_since is not None:
             self.idle.add(now - self._idle_since)
+            self._gaps.append(now - self._idle_since)
             self._idle_since = None
         self._boundary_at, self._boundary_tokens = now, tokens
 
@@ -92,6 +96,14 @@ class Forecast:
         if turns is None or self.turn.value is None:
             return None
         return now + turns * self.turn.value
+
+    def quiet(self, now: float) -> float | None:
+        """Seconds for which the next turn is not expected: three of four idle times of late were longer. ``None`` while
+        none was seen. While a turn is in flight, those after it."""
+        if not self._gaps:
+            return None
+        usual = sorted(self._gaps)[len(self._gaps) // 4]
+        return usual if self._idle_since is None else max(0.0, usual - (now - self._idle_since))
 
     def hurried(self, rate: float | None, remaining: int, tokens: int, limit: int | None) -> bool:
         """Is idle time alone too little to prefill ``remaining`` tokens at ``rate`` (tokens per second), and what

@@ -88,6 +88,7 @@ class Openings:
                         hurried=lambda rate: any(h.promoted for h in flight.handles),
                         may=may,
                         warmth=warmth,
+                        quiet=session.quiet,
                     ),
                     closed_for.append,
                 )

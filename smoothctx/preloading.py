@@ -113,6 +113,7 @@ class Preloading:
                         hurried=lambda rate: session.hurried(rate, artifact, warmth.cold(shown)),
                         may=may,
                         warmth=warmth,
+                        quiet=session.quiet,
                     )
                 )
         except Exception as error:  # a cold commit is slower, never wrong

@@ -587,6 +587,11 @@ class Session:
         with self._lock:
             return self._conversation.hurried(rate, artifact, cold)
 
+    def quiet(self) -> float | None:
+        """Seconds for which this session's next turn is not expected; ``None`` while unknown."""
+        with self._lock:
+            return self._conversation.forecast.quiet(self._runtime.now())
+
     def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
         """The view that committing ``artifact`` to these messages would give (for preload)."""
         with self._lock:

@@ -45,7 +45,7 @@ class SlottedEngine(FakeEngine):
 
     def bind(self, session_id: str) -> Any:
         """With slots of its own."""
-        preloader = Preloader(clock=lambda: asyncio.get_running_loop().time(), strategy="abort")
+        preloader = Preloader(clock=lambda: asyncio.get_running_loop().time(), strategy="timed")
         return SlotBinding(self, self.table, session_id, preloader=preloader)  # type: ignore[arg-type]
 
     def free(self) -> int:

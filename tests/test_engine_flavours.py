@@ -477,7 +477,7 @@ def test_tokenize_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"preload_strategy": "fast"}, "preload_strategy='fast': expected 'growing', 'abort' or None"),
+        ({"preload_strategy": "fast"}, "preload_strategy='fast': expected 'growing', 'abort', 'timed' or None"),
         ({"chunk_delay_s": 0}, "chunk_delay_s=0: expected seconds above 0"),
         ({"chunk_delay_s": True}, "chunk_delay_s=True: expected seconds above 0"),
         ({"cache_salt": ""}, "cache_salt: expected a text that is not empty, or None (its value is not shown)"),

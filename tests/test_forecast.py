@@ -129,6 +129,21 @@ def test_the_idle_time_before_the_last_turn_counts(tokens: int) -> None:
     assert forecast.hurried(100.0, 900, tokens, 1000)
 
 
+def test_quiet_is_what_most_idle_times_of_late_were_longer_than() -> None:
+    """A turn that came early once does not make all of it busy; what has passed counts, and old times are forgotten."""
+    forecast, now = Forecast(), 0.0
+    assert forecast.quiet(5.0) is None
+    for idle in (9.0, 9.0, 9.0, 9.0, 6.0, 5.0, 1.0, 7.0, 8.0, 6.0, 5.0, 1.0):
+        forecast.boundary(now, int(now))
+        assert forecast.quiet(now + 3.0) is None or not forecast.quiet(now + 3.0) < 0
+        forecast.rested(now + 2.0)
+        now += 2.0 + idle
+    forecast.boundary(now, int(now))  # (6, 5, 1, 7, 8, 6, 5, 1), sorted: 1, 1, 5, 5, 6, 6, 7, 8
+    assert forecast.quiet(now) == forecast.quiet(now + 100) == 5.0, "a turn is in flight: after it"
+    forecast.rested(now + 10)
+    assert forecast.quiet(now + 12) == pytest.approx(3.0) and forecast.quiet(now + 16) == 0.0
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 10**7)), max_size=20), st.integers(0, 10**7))
 def test_property_any_sequence_gives_sane_numbers(samples: list[tuple[float, int]], tokens: int) -> None:
     """No order of times and sizes raises or gives a negative number of turns."""
@@ -140,3 +155,4 @@ def test_property_any_sequence_gives_sane_numbers(samples: list[tuple[float, int
     assert turns is None or turns >= 0
     assert isinstance(forecast.late(tokens, 1000, 1.0), bool)
     assert isinstance(forecast.growth_during(1.0), int)
+    assert (forecast.quiet(2e6) or 0.0) >= 0.0

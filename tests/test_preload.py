@@ -557,6 +557,73 @@ def test_aborts_that_lead_nowhere_end() -> None:
     assert len(text(server.sent[3])) < len(whole) and text(server.sent[-1]) == whole
 
 
+def evaluated(server: Server) -> list[int]:
+    """Characters that each request added to what was cached."""
+    sizes = [0, *(len(text(m)) for m in server.sent)]
+    return [b - a for a, b in itertools.pairwise(sizes)]
+
+
+@pytest.mark.parametrize("quiet_s", [2.0, 0.0, 60.0])
+def test_timed_is_long_until_a_turn_is_expected_and_grows_from_then_on(quiet_s: float) -> None:
+    """One request for what is evaluated until then; a turn that comes later waits for one chunk at most."""
+    server, view = Server(rate=1_000.0), conversation(turns=6)
+    total = len(text([*view, STUB]))
+
+    async def main() -> PreloadReport:
+        own = preloader(strategy="timed", chunk_delay_s=0.2)
+        began = _loop_time()
+        return await own.run(
+            server.send,
+            lambda: view,
+            foreground=foreground(),
+            needed=always,
+            keeps=True,
+            known_rate=1_000.0 / 4,
+            quiet=lambda: max(0.0, quiet_s - (_loop_time() - began)),
+        )
+
+    assert run_virtual(main).complete and text(server.sent[-1]) == text([*view, STUB])
+    first, *others = evaluated(server)
+    assert first == pytest.approx(min(total, max(200, 1_000 * quiet_s)), rel=0.15)
+    assert len(others) == 0 if quiet_s == 60 else len(others) >= 5 and max(others) <= 200 * 1.3
+
+
+def test_timed_goes_on_from_what_an_aborted_request_evaluated() -> None:
+    """A turn comes earlier than was expected: the next request reaches beyond what stayed."""
+    server, view = Server(rate=1_000.0), conversation(turns=6)
+
+    async def main() -> PreloadReport:
+        def work(front: Foreground) -> Any:
+            return preloader(strategy="timed").run(
+                server.send,
+                lambda: view,
+                foreground=front,
+                needed=always,
+                keeps=True,
+                known_rate=1_000.0 / 4,
+                quiet=lambda: 1.0,
+            )
+
+        report: PreloadReport = await with_turns(server, work, pause=0.5, length=0.2)
+        return report
+
+    report = run_virtual(main)
+    lengths = [len(text(m)) for m in server.sent]
+    assert report.complete and server.aborted >= 5
+    assert all(b - a == pytest.approx(500, rel=0.2) for a, b in itertools.pairwise(lengths[:-2])), lengths
+
+
+def test_timed_without_an_expectation_is_one_request() -> None:
+    """No idle time was seen yet."""
+    server, view = Server(), conversation()
+
+    async def main() -> PreloadReport:
+        own = preloader(strategy="timed")
+        return await own.run(server.send, lambda: view, foreground=foreground(), needed=always, keeps=True)
+
+    assert run_virtual(main).requests == 1
+
+
 def test_the_strategy_is_asked_each_time() -> None:
     """What a probe finds later counts from then on."""
     server, view, now = Server(), conversation(), ["growing"]

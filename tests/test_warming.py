@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from helpers import A, Events, FakeSummarizer, H, chat, make_policy, make_runtime, now, settle, virtual
+from slotted import SlottedEngine, ask
 from smoothctx import AdmitAll, EngineOverloaded, Runtime, Session
+from smoothctx.economics import Speed
 from smoothctx.engines.load import Load
 from smoothctx.testing import FakeEngine
 
@@ -190,3 +193,33 @@ async def test_promise_11_a_preload_that_waits_for_the_server_is_cancelled() -> 
         engine.told = OVERLOADED
         await settle(10)
     assert engine.sent_at == [] and not events.of("error")
+
+
+@virtual
+async def test_promise_09_a_turn_that_comes_when_it_may_waits_for_a_chunk_at_most() -> None:
+    """On llama.cpp: one request for as long as no turn came lately, then chunks, however long the next one takes."""
+    spans: list[tuple[float, float]] = []
+
+    class Slow(SlottedEngine):
+        async def prefill(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+            began = now()
+            reply = await super().prefill(messages, **options)
+            spans.append((began - idle_since, now() - idle_since))
+            return reply
+
+    engine = Slow(*["ok"] * 50, speed=Speed(40.0, 100.0), slots=3)
+    policy = make_policy(FakeSummarizer(), window=6000, trigger=("tokens", 2600), preload_kv=True)
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=policy, engine=engine)
+        messages: list[dict[str, Any]] = chat(1)
+        while session.lookahead is None:
+            messages.append(H(f"{len(messages)} " + "new text " * 60))
+            await ask(session, engine, messages)
+            messages.append(A("ok " * 20))
+            session.observe(messages)
+            idle_since = now()
+            await asyncio.sleep(4.0)
+        await asyncio.sleep(20.0)
+    assert len(spans) > 5 and spans[-1][1] < 24
+    (_, first), *others = spans
+    assert 3.0 < first < 5.0 and all(end - begin < 1.3 for begin, end in others)

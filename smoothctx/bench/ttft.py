@@ -23,6 +23,7 @@ from .. import __version__
 from ..demo.chunks import Count
 from ..engines import find_weights
 from ..engines.http import without_user
+from ..engines.preload import STRATEGIES as PRELOADS
 from ..errors import ConfigurationError, EngineOverloaded, SmoothctxError
 from ..outputs import Output, check_file, check_folder
 from ..patience import patiently
@@ -87,7 +88,10 @@ def add_parser(kinds: Any) -> None:
         "--tool", dest="tool_s", type=float, metavar="S", help="seconds between turns; default: measured"
     )
     parser.add_argument(
-        "--preload", choices=("growing", "abort"), metavar="HOW", help="how views are preloaded; default: the engine's"
+        "--preload",
+        choices=PRELOADS,
+        metavar="HOW",
+        help=f"how views are preloaded ({', '.join(PRELOADS)}); default: the engine's",
     )
     parser.add_argument("--report", nargs="+", metavar="FILE", type=Path, help="measure nothing: report these files")
     parser.add_argument("--figures", metavar="FILE", type=Path, help="write every figure of the report as JSON")
@@ -324,10 +328,10 @@ def _capabilities(engine: Any) -> dict[str, Any]:
 
 
 def _gives_way(engine: Any, settings: Settings) -> bool:
-    """Is a view preloaded by one request that gives way to turns, and not by growing prefixes?"""
+    """Is a view preloaded by long requests that give way to turns, and not by growing prefixes?"""
     known = getattr(engine, "capabilities", None)
     flavour = None if known is None else known.flavour
-    return (settings.preload or ("abort" if flavour == "llama.cpp" else "growing")) == "abort"
+    return (settings.preload or ("timed" if flavour == "llama.cpp" else "growing")) != "growing"
 
 
 def _tool_s(data: Mapping[str, Any], settings: Settings, calibration: Calibration, cell: Cell, warming: float) -> float:

@@ -68,13 +68,14 @@ class EngineBinding(Protocol):
         hurried: Callable[[float | None], bool],
         may: Callable[[], bool] = lambda: True,
         warmth: Warmth | None = None,
+        quiet: Callable[[], float | None] = lambda: None,
     ) -> PreloadReport:
         """Warm the cache with ``view()``, out of the foreground's way, until it is warm to its end or not needed.
 
         ``hurried(rate)`` says that idle time alone is too little at that prefill rate (tokens per second): work
         may then go on beside the foreground's decode, never beside its prefill. ``may()`` is asked before each
         request. ``warmth`` says what of it is warm: this goes on from there, and it is dropped when its place is used
-        for something else.
+        for something else. ``quiet()``: seconds for which no turn of the session is expected, if known.
         """
         ...
 
@@ -159,6 +160,7 @@ class Binding:
         hurried: Callable[[float | None], bool],
         may: Callable[[], bool] = lambda: True,
         warmth: Warmth | None = None,
+        quiet: Callable[[], float | None] = lambda: None,
     ) -> PreloadReport:
         """With the agent's own request options, at the lowest priority."""
 
@@ -174,6 +176,7 @@ class Binding:
             may=may,
             warmth=warmth,
             known_rate=getattr(getattr(self._engine, "rates", None), "prefill", None),
+            quiet=quiet,
         )
 
     def committed(self, warm: bool) -> None:

@@ -23,7 +23,7 @@ from .completion import Completion, Rates, Stream
 from .flavours import Capabilities, Level, probe
 from .http import Server
 from .load import Load, read_load, read_slots
-from .preload import CHUNK_DELAY_S, Preloader, Strategy
+from .preload import CHUNK_DELAY_S, STRATEGIES, Preloader, Strategy
 from .slot_table import SlotTable
 from .slots import SlotBinding
 from .wire import read_events, refused_option, without_delivery
@@ -50,8 +50,8 @@ class OpenAIEngine(Server):
         timeout_s: seconds without any byte from the server before the call fails.
         preload: warm the cache ahead of a commit by default (one's own server: yes; a paid API: no). ``None``: as
             ``probe`` finds, and no before it.
-        preload_strategy: ``"growing"`` prefixes, or one request that is aborted when a turn begins (``"abort"``);
-            ``None``: what suits the server, see ``Preloader``.
+        preload_strategy: ``"growing"`` prefixes, one request that is aborted when a turn begins (``"abort"``), or one
+            for as long as no turn is expected (``"timed"``). ``None``: what suits the server, see ``Preloader``.
         chunk_delay_s: seconds that one chunk of a growing preload may cost a turn.
         cache_salt: keeps this client's cached prefixes apart from those of other users of a shared vLLM; sent only
             where ``probe`` found that it is understood.
@@ -80,8 +80,9 @@ class OpenAIEngine(Server):
         super().__init__(base_url, api_key=api_key, timeout_s=timeout_s, client=client)
         if not isinstance(model, str) or not model:
             raise ConfigurationError(f"model={model!r}: expected the model's name as the server knows it")
-        if preload_strategy not in (None, "growing", "abort"):
-            raise ConfigurationError(f"preload_strategy={preload_strategy!r}: expected 'growing', 'abort' or None")
+        if preload_strategy not in (None, *STRATEGIES):
+            known = ", ".join(map(repr, STRATEGIES))
+            raise ConfigurationError(f"preload_strategy={preload_strategy!r}: expected {known} or None")
         if context_window is not None and (
             isinstance(context_window, bool) or not isinstance(context_window, int) or context_window < 1
         ):
@@ -295,10 +296,11 @@ class OpenAIEngine(Server):
         if self._strategy is not None:
             return self._strategy
         # Measured (docs/engines.md): beside growing prefixes a turn comes about 0.1 s later, beside one request 0.6 to
-        # 1.2 s. llama.cpp has it nevertheless for one session: small requests cost it a third of its rate, and it keeps
-        # what it did. But it notices a closed connection only while it streams to nobody else.
+        # 1.2 s. llama.cpp has long requests nevertheless while one session is open and expects no turn: small ones cost
+        # it a third of its rate, and it keeps what it did. But it notices a closed connection only while it streams to
+        # nobody else.
         alone = not self._streams and (self._table is None or self._table.sessions < 2)
-        return "abort" if self._llama and alone else "growing"
+        return "timed" if self._llama and alone else "growing"
 
     def _block(self) -> int | None:
         if self._llama:

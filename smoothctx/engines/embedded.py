@@ -46,8 +46,7 @@ class EmbeddedEngine(OpenAIEngine):
             most eight).
         batch: tokens evaluated at a time: what a foreground call waits for a background one at most.
         chat_template: a template's name that llama.cpp knows; by default the model's own.
-        preload_strategy: ``"growing"`` prefixes, or one request that is aborted when a turn begins (``"abort"``, the
-            default here); see ``Preloader``.
+        preload_strategy: see ``OpenAIEngine``; by default ``"timed"`` while one session is open.
         chunk_delay_s: seconds that one chunk of a growing preload may cost a turn.
         start_timeout_s: seconds for loading the model.
         timeout_s: seconds without any byte from the server before a call fails.

@@ -1,9 +1,9 @@
 """Preload: warm an engine's prefix cache, out of the foreground's way, on unmodified engines.
 
-Two strategies. ``"growing"``: each request extends what the last one cached by one chunk, so that a turn that comes
-meanwhile waits for one chunk at most. ``"abort"``: one request for all of it, whose connection is closed when a turn
-begins; what the turn then waits for is how late the engine notices. It is the better one where that is soon and what
-was evaluated stays (llama.cpp); growing prefixes ask nothing of the engine.
+Three strategies. ``"growing"``: each request extends what the last one cached by one chunk, so that a turn that comes
+meanwhile waits for one chunk at most; it asks nothing of the engine. ``"abort"``: one request for all of it, whose
+connection is closed when a turn begins; what the turn then waits for is how late the engine notices. ``"timed"``: one
+request for as much as is evaluated before a turn is expected, and growing prefixes from then on.
 
 Either way nothing goes out while a turn is in flight or due (or only beside its decode, when time is short), and one
 that is under way when a turn begins is aborted. Any number may wait for idle time; few requests go out at once.
@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..foreground import Foreground
 from ..usage import Usage
 from .completion import running_mean
 
-Strategy = Literal["growing", "abort"]
+Strategy = Literal["growing", "abort", "timed"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 #: seconds that one chunk may take, so that a foreground call waits no longer
 CHUNK_DELAY_S = 0.1
@@ -129,7 +130,7 @@ class Preloader:
     """Warms one session's views, and learns the engine's prefill rate from it.
 
     Args:
-        strategy: ``"growing"`` or ``"abort"``, or what gives the present one.
+        strategy: one of ``STRATEGIES``, or what gives the present one.
         chunk_delay_s: seconds that one chunk of a growing preload may cost a foreground call.
         clock: seconds.
         block_tokens: gives the size of the engine's cache blocks, where known. A chunk ends at the end of a block,
@@ -168,6 +169,7 @@ class Preloader:
         may: Callable[[], bool] = lambda: True,
         warmth: Warmth | None = None,
         known_rate: float | None = None,
+        quiet: Callable[[], float | None] = lambda: None,
     ) -> PreloadReport:
         """Warm ``view()`` until nothing is left of it, until it is not needed any more, or until the server's answers
         have shown that nothing stays.
@@ -176,7 +178,8 @@ class Preloader:
         beside the foreground's decode. ``keeps``: the engine is known to keep what an aborted request evaluated.
         ``may()`` is asked before each request, last of all, and whenever the foreground changes. ``warmth``: what is
         warm already, from which this goes on, and what it has come to at the end. ``known_rate``: tokens per second
-        that the engine's other calls showed, for as long as none was measured here.
+        that the engine's other calls showed, for as long as none was measured here. ``quiet()``: seconds for which no
+        turn is expected, if known.
 
         Raises:
             Exception: whatever ``send`` raises, as it is.
@@ -206,8 +209,8 @@ class Preloader:
             if not needed():
                 break
             done, tokens, epoch = warmth.done, warmth.tokens, warmth.epoch
-            whole = self._whole() and (keeps or in_row < _ABORTS)
-            part, upto = head(messages, total if whole else self._end(warmth, total))
+            long = keeps or in_row < _ABORTS
+            part, upto = head(messages, self._upto(warmth, total, quiet()) if long else self._end(warmth, total))
             prompt = valid(part, messages)  # whole, it may end with a call that still runs
             started = self._now()
             before, warmth.begun = warmth.begun, True
@@ -254,12 +257,20 @@ class Preloader:
         if expected > 0:
             warmth.misses = 0 if cached >= expected / 2 else warmth.misses + 1
 
-    def _whole(self) -> bool:
+    def _upto(self, warmth: Warmth, total: int, quiet_s: float | None) -> int:
+        """Characters of the next request's prefix, where a long one may be sent."""
         strategy = self._strategy if isinstance(self._strategy, str) else self._strategy()
-        return strategy == "abort"
+        end, speed = self._end(warmth, total), self._speed or self._expected
+        if strategy == "abort" or (strategy == "timed" and (quiet_s is None or speed is None)):
+            return total
+        if strategy == "growing" or quiet_s is None or speed is None:
+            return end
+        chunk = max(self._chunk(), self._block_chars())
+        end = max(end, max(warmth.done, warmth.likely) + max(chunk, int(speed * quiet_s)))
+        return total if total - end <= chunk // 4 else end
 
     def _end(self, warmth: Warmth, total: int) -> int:
-        """Characters of the next prefix."""
+        """Characters of the next of growing prefixes."""
         chunk, done, tokens = self._chunk(), warmth.done, warmth.tokens
         if total - done <= chunk * 1.25:
             return total

@@ -6,7 +6,8 @@ go there. While that view waits for its commit, another summariser of the sessio
 opening is warmed in a slot of its own, which its session takes over when it begins.
 
 The server stops a request when its connection closes (it notices within about a second, between two batches) and
-keeps what it has evaluated. So by default a preload is one request, aborted when a turn begins and sent again after it.
+keeps what it has evaluated. So by default a preload begins with one long request, of what is evaluated before the next
+turn is expected. One that is aborted goes on after the turn.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ class SlotBinding:
         hurried: Callable[[float | None], bool],
         may: Callable[[], bool] = lambda: True,
         warmth: Warmth | None = None,
+        quiet: Callable[[], float | None] = lambda: None,
     ) -> PreloadReport:
         """Evaluate the view in the spare slot, in idle time; beside the foreground's decode when time is short.
 
@@ -196,6 +198,7 @@ class SlotBinding:
             may=lambda: may() and self._take_spare() is not None,
             warmth=own,
             known_rate=self._engine.rates.prefill,
+            quiet=quiet,
         )
 
     @property
