@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -15,99 +14,23 @@ import anyio.lowlevel
 import pytest
 from hypothesis import given, strategies as st
 
+from prefix_server import (
+    STUB,
+    Message,
+    Reply,
+    Server,
+    always,
+    conversation,
+    foreground,
+    in_common,
+    loop_time,
+    preloader,
+    text,
+)
 from smoothctx import EngineRefused, EngineUnreachable, Usage
 from smoothctx.engines import OpenAIEngine, PreloadReport
-from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Preloader, Warmth, head, valid
-from smoothctx.foreground import Foreground
+from smoothctx.engines.preload import FIRST_CHUNK, MIN_CHUNK, Warmth, head, valid
 from virtual import run_virtual
-
-
-def _loop_time() -> float:
-    """The (virtual) loop's time."""
-    return asyncio.get_running_loop().time()
-
-
-Message = Mapping[str, Any]
-
-
-def text(messages: Sequence[Message]) -> str:
-    """The prompt as a server would see it, in short."""
-    return "".join(f"<{m['role']}>{m.get('content')}" for m in messages)
-
-
-def conversation(turns: int = 6, size: int = 700) -> list[Message]:
-    """A system message and some turns."""
-    roles = itertools.cycle(["user", "assistant"])
-    body = [{"role": r, "content": f"{k:04d} " * (size // 5)} for k, r in zip(range(turns), roles, strict=False)]
-    return [{"role": "system", "content": "be brief"}, *body]
-
-
-@dataclass
-class Server:
-    """A server with one prefix cache and a constant rate, in characters per second."""
-
-    rate: float = 10_000.0
-    overhead: float = 0.0
-    reports_cache: bool = True
-    cached: str = ""
-    sent: list[list[Message]] = field(default_factory=list)
-    started: list[float] = field(default_factory=list)
-    aborted: int = 0
-    before: Any = None
-
-    async def send(self, messages: Sequence[Message]) -> Any:
-        """Evaluate a prompt; what was evaluated before an abort stays."""
-        self.sent.append(list(messages))
-        self.started.append(_loop_time())
-        if self.before is not None:
-            await self.before()
-        prompt = text(messages)
-        shared = len(_common(prompt, self.cached))
-        start = _loop_time()
-        try:
-            await anyio.sleep(self.overhead + (len(prompt) - shared) / self.rate)
-        except anyio.get_cancelled_exc_class():
-            self.aborted += 1
-            self.cached = prompt[: shared + int((_loop_time() - start) * self.rate)]
-            raise
-        self.cached = prompt
-        usage = Usage(
-            input_tokens=len(prompt) // 4 + 1,
-            output_tokens=1,
-            cached_tokens=shared // 4 if self.reports_cache else None,
-            calls=1,
-        )
-        return Reply(usage)
-
-
-@dataclass
-class Reply:
-    """What a prefill gives."""
-
-    usage: Usage
-
-
-def _common(a: str, b: str) -> str:
-    return "".join(x for x, _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False)))
-
-
-#: stands behind a part that ends with a reply
-STUB = {"role": "user", "content": "."}
-
-
-def foreground() -> Foreground:
-    """A foreground on the virtual clock."""
-    return Foreground(_loop_time)
-
-
-def preloader(**options: Any) -> Preloader:
-    """A preloader on the virtual clock."""
-    return Preloader(clock=_loop_time, **options)
-
-
-def always() -> bool:
-    """It stays needed."""
-    return True
 
 
 def test_each_prefix_extends_the_last() -> None:
@@ -201,9 +124,9 @@ def test_nothing_is_sent_while_a_turn_is_open() -> None:
         async def agent() -> None:
             for k in range(100):
                 front.begin(k)
-                start = _loop_time()
+                start = loop_time()
                 await anyio.sleep(0.3)
-                busy.append((start, _loop_time()))
+                busy.append((start, loop_time()))
                 front.end(k)
                 await anyio.sleep(0.25)
 
@@ -437,240 +360,6 @@ def test_binding_repeats_the_agents_request() -> None:
     assert calls and all(c == {"temperature": 0, "tools": [1], "max_tokens": 1} for c in calls)
 
 
-# --- one request that is aborted
-
-
-async def with_turns(server: Server, work: Any, *, pause: float, length: float, decoding: float = 0.0) -> Any:
-    """Run ``work(foreground)`` beside an agent whose turns prefill for ``length`` and then decode for ``decoding``."""
-    front, result = foreground(), []
-
-    async def agent() -> None:
-        for k in itertools.count():
-            await anyio.sleep(pause)
-            front.begin(k)
-            await anyio.sleep(length)
-            front.first_token(k)
-            await anyio.sleep(decoding)
-            front.end(k)
-
-    async def run() -> None:
-        result.append(await work(front))
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(agent)
-        group.start_soon(run)
-    return result[0]
-
-
-def test_abort_is_one_request() -> None:
-    """Undisturbed, the whole view goes out once."""
-    server, view = Server(), conversation()
-
-    async def main() -> PreloadReport:
-        return await preloader(strategy="abort").run(server.send, lambda: view, foreground=foreground(), needed=always)
-
-    report = run_virtual(main)
-    assert report.complete and report.requests == 1 and [text(m) for m in server.sent] == [text([*view, STUB])]
-    assert all(a is b for a, b in zip(server.sent[0][:-1], view, strict=True))
-
-
-def test_abort_gives_way_at_once_and_goes_on_from_what_stayed() -> None:
-    """Each turn aborts it; an engine that keeps what it evaluated is done after about the same work in all."""
-    server, view = Server(rate=1_000.0), conversation(turns=6)
-
-    async def main() -> PreloadReport:
-        def work(front: Foreground) -> Any:
-            return preloader(strategy="abort").run(
-                server.send, lambda: view, foreground=front, needed=always, keeps=True
-            )
-
-        report: PreloadReport = await with_turns(server, work, pause=0.5, length=0.2)
-        return report
-
-    report = run_virtual(main)
-    assert report.complete and report.requests == 1 and report.aborted == server.aborted >= 5
-    assert {text(m) for m in server.sent} == {text([*view, STUB])}
-
-
-def test_what_an_aborted_request_evaluated_is_not_cold() -> None:
-    """Where it stays, time is not short because of it: with a known rate the account follows what the server has."""
-    server, view, warmth = Server(rate=1_000.0), conversation(turns=6), Warmth()
-    told: list[tuple[float, float]] = []
-
-    async def main() -> None:
-        own = preloader(strategy="abort")
-        await own.run(server.send, lambda: conversation(turns=1), foreground=foreground(), needed=always, keeps=True)
-        server.cached = ""
-
-        def work(front: Foreground) -> Any:
-            def hurried(rate: float | None) -> bool:
-                there = len(server.cached) / len(text(view))
-                told.append((warmth.cold(view), 1 - there))
-                return False
-
-            return own.run(
-                server.send,
-                lambda: view,
-                foreground=front,
-                needed=always,
-                hurried=hurried,
-                keeps=True,
-                warmth=warmth,
-            )
-
-        await with_turns(server, work, pause=0.5, length=0.2, decoding=0.2)
-
-    run_virtual(main)
-    assert server.aborted >= 5 and len(told) >= 5
-    assert all(cold == pytest.approx(true, abs=0.05) for cold, true in told)
-    assert warmth.cold(view) == 0 and warmth.cold([*view, *view]) == pytest.approx(0.5)
-    warmth.drop()
-    assert warmth.cold(view) == 1
-
-
-def test_aborts_that_lead_nowhere_end() -> None:
-    """An engine that keeps nothing of an aborted request would never be done: growing prefixes take over."""
-    view = conversation(turns=6)
-
-    class Forgetful(Server):
-        async def send(self, messages: Sequence[Message]) -> Any:
-            before = self.cached
-            try:
-                return await super().send(messages)
-            except anyio.get_cancelled_exc_class():
-                self.cached = before
-                raise
-
-    server = Forgetful(rate=1_000.0)
-
-    async def main() -> PreloadReport:
-        def work(front: Foreground) -> Any:
-            return preloader(strategy="abort").run(server.send, lambda: view, foreground=front, needed=always)
-
-        report: PreloadReport = await with_turns(server, work, pause=0.8, length=0.2)
-        return report
-
-    report = run_virtual(main)
-    whole = text([*view, STUB])
-    assert report.complete and [text(m) for m in server.sent[:3]] == [whole] * 3
-    assert len(text(server.sent[3])) < len(whole) and text(server.sent[-1]) == whole
-
-
-def evaluated(server: Server) -> list[int]:
-    """Characters that each request added to what was cached."""
-    sizes = [0, *(len(text(m)) for m in server.sent)]
-    return [b - a for a, b in itertools.pairwise(sizes)]
-
-
-@pytest.mark.parametrize("quiet_s", [2.0, 0.0, 60.0])
-def test_timed_is_long_until_a_turn_is_expected_and_grows_from_then_on(quiet_s: float) -> None:
-    """One request for what is evaluated until then; a turn that comes later waits for one chunk at most."""
-    server, view = Server(rate=1_000.0), conversation(turns=6)
-    total = len(text([*view, STUB]))
-
-    async def main() -> PreloadReport:
-        own = preloader(strategy="timed", chunk_delay_s=0.2)
-        began = _loop_time()
-        return await own.run(
-            server.send,
-            lambda: view,
-            foreground=foreground(),
-            needed=always,
-            keeps=True,
-            known_rate=1_000.0 / 4,
-            quiet=lambda: max(0.0, quiet_s - (_loop_time() - began)),
-        )
-
-    assert run_virtual(main).complete and text(server.sent[-1]) == text([*view, STUB])
-    first, *others = evaluated(server)
-    assert first == pytest.approx(min(total, max(200, 1_000 * quiet_s)), rel=0.15)
-    assert len(others) == 0 if quiet_s == 60 else len(others) >= 5 and max(others) <= 200 * 1.3
-
-
-def test_timed_goes_on_from_what_an_aborted_request_evaluated() -> None:
-    """A turn comes earlier than was expected: the next request reaches beyond what stayed."""
-    server, view = Server(rate=1_000.0), conversation(turns=6)
-
-    async def main() -> PreloadReport:
-        def work(front: Foreground) -> Any:
-            return preloader(strategy="timed").run(
-                server.send,
-                lambda: view,
-                foreground=front,
-                needed=always,
-                keeps=True,
-                known_rate=1_000.0 / 4,
-                quiet=lambda: 1.0,
-            )
-
-        report: PreloadReport = await with_turns(server, work, pause=0.5, length=0.2)
-        return report
-
-    report = run_virtual(main)
-    lengths = [len(text(m)) for m in server.sent]
-    assert report.complete and server.aborted >= 5
-    assert all(b - a == pytest.approx(500, rel=0.2) for a, b in itertools.pairwise(lengths[:-2])), lengths
-
-
-def test_timed_without_an_expectation_is_one_request() -> None:
-    """No idle time was seen yet."""
-    server, view = Server(), conversation()
-
-    async def main() -> PreloadReport:
-        own = preloader(strategy="timed")
-        return await own.run(server.send, lambda: view, foreground=foreground(), needed=always, keeps=True)
-
-    assert run_virtual(main).requests == 1
-
-
-def test_the_strategy_is_asked_each_time() -> None:
-    """What a probe finds later counts from then on."""
-    server, view, now = Server(), conversation(), ["growing"]
-
-    async def main() -> tuple[PreloadReport, PreloadReport]:
-        own = preloader(strategy=lambda: now[0])
-        first = await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
-        now[0] = "abort"
-        return first, await own.run(server.send, lambda: view, foreground=foreground(), needed=always)
-
-    first, second = run_virtual(main)
-    assert first.requests > 1 and second.requests == 1
-
-
-# --- beside the foreground's decode
-
-
-@pytest.mark.parametrize("strategy", ["growing", "abort"])
-@pytest.mark.parametrize("hurried", [True, False])
-def test_only_when_hurried_it_runs_beside_decode(strategy: Any, hurried: bool) -> None:
-    """While a turn decodes, requests begin only if time is short; while one prefills, never."""
-    server, view = Server(rate=2_000.0), conversation(turns=8)
-    rates: list[float | None] = []
-
-    def short(rate: float | None) -> bool:
-        rates.append(rate)
-        return hurried
-
-    spans: list[tuple[float, float]] = []
-
-    async def main() -> PreloadReport:
-        def work(front: Foreground) -> Any:
-            return preloader(strategy=strategy).run(
-                server.send, lambda: view, foreground=front, needed=always, hurried=short, keeps=True
-            )
-
-        report: PreloadReport = await with_turns(server, work, pause=0.25, length=0.25, decoding=0.5)
-        spans.extend((k + 0.25, k + 0.5) for k in range(60))
-        return report
-
-    report = run_virtual(main)
-    assert report.complete and rates
-    assert not [t for t in server.started for a, b in spans if a <= t < b]
-    decoding = [t for t in server.started for a, b in spans if b <= t < b + 0.5 - 1e-9]
-    assert bool(decoding) == hurried
-
-
 # --- the engine's blocks
 
 
@@ -683,10 +372,10 @@ class Blocks(Server):
     async def send(self, messages: Sequence[Message]) -> Any:
         """Evaluate what is in no whole block."""
         self.sent.append(list(messages))
-        self.started.append(_loop_time())
+        self.started.append(loop_time())
         prompt = text(messages)
         tokens = len(prompt) // 4 + 5
-        hit = min(len(_common(prompt, self.cached)) // 4, tokens - 1) // self.block * self.block
+        hit = min(len(in_common(prompt, self.cached)) // 4, tokens - 1) // self.block * self.block
         await anyio.sleep(self.overhead + (tokens - hit) * 4 / self.rate)
         self.cached = prompt
         return Reply(Usage(input_tokens=tokens, output_tokens=1, cached_tokens=hit, calls=1))
@@ -737,7 +426,7 @@ def test_blocks_are_filled_also_where_the_tokens_of_a_text_vary() -> None:
             self.sent.append(list(messages))
             prompt = " ".join(str(m["content"]) for m in messages)
             held = len(re.findall(r"\w+|[()]", prompt))
-            hit = min(len(re.findall(r"\w+|[()]", _common(prompt, self.cached))), held) // self.block * self.block
+            hit = min(len(re.findall(r"\w+|[()]", in_common(prompt, self.cached))), held) // self.block * self.block
             await anyio.sleep(0.05 + (held + 5 - hit) / 2_800)
             self.cached = prompt
             return Reply(Usage(input_tokens=held + 5, output_tokens=1, cached_tokens=hit, calls=1))
@@ -829,7 +518,7 @@ def test_promise_03_a_view_that_ends_with_a_reply_is_valid() -> None:
 
         assert run_virtual(main).complete
         asked = [*view, {"role": "user", "content": "and then?"}]
-        assert len(_common(text(asked), server.cached)) >= len(text(view))
+        assert len(in_common(text(asked), server.cached)) >= len(text(view))
         assert warmth.covers(view, 0) and warmth.covers(asked, 9) and not warmth.covers(asked, 8)
 
 
