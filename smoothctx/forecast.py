@@ -97,13 +97,15 @@ class Forecast:
             return None
         return now + turns * self.turn.value
 
-    def quiet(self, now: float) -> float | None:
+    def quiet(self, now: float, *, in_flight: bool) -> float | None:
         """Seconds for which the next turn is not expected: three of four idle times of late were longer. ``None`` while
-        none was seen. While a turn is in flight, those after it."""
+        none was seen; nothing where the last turn ended unseen. While a turn is ``in_flight``, those after it."""
         if not self._gaps:
             return None
         usual = sorted(self._gaps)[len(self._gaps) // 4]
-        return usual if self._idle_since is None else max(0.0, usual - (now - self._idle_since))
+        if in_flight:
+            return usual
+        return 0.0 if self._idle_since is None else max(0.0, usual - (now - self._idle_since))
 
     def hurried(self, rate: float | None, remaining: int, tokens: int, limit: int | None) -> bool:
         """Is idle time alone too little to prefill ``remaining`` tokens at ``rate`` (tokens per second), and what

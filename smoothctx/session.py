@@ -589,8 +589,9 @@ class Session:
 
     def quiet(self) -> float | None:
         """Seconds for which this session's next turn is not expected; ``None`` while unknown."""
+        in_flight = self._serving.foreground.serves(self._serving)
         with self._lock:
-            return self._conversation.forecast.quiet(self._runtime.now())
+            return self._conversation.forecast.quiet(self._runtime.now(), in_flight=in_flight)
 
     def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
         """The view that committing ``artifact`` to these messages would give (for preload)."""

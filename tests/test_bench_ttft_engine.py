@@ -79,7 +79,7 @@ def test_the_way_of_preloading_decides_the_tool_time(flavour: Any, way: bool) ->
     engine = Fake()
     engine.capabilities = replace(engine.capabilities, flavour=flavour)
     assert ttft._gives_way(engine, Settings()) is way
-    assert ttft._gives_way(engine, Settings(preload="abort")) is True
+    assert ttft._gives_way(engine, Settings(preload="abort")) and ttft._gives_way(engine, Settings(preload="timed"))
     assert ttft._gives_way(engine, Settings(preload="growing")) is False
 
 

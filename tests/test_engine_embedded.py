@@ -210,9 +210,9 @@ class TestCalls:
         async with OpenAIEngine(engine.root, engine.model, api_key="wrong") as stranger:
             assert (await stranger.probe(timeout_s=60.0)).slots == 0
 
-    @pytest.mark.parametrize("strategy", ["growing", "abort"])
-    async def test_both_ways_to_preload(self, engine: EmbeddedEngine, strategy: str) -> None:
-        """Either way the view is in the spare slot, and the agent's next call finds it there, by the server's word."""
+    @pytest.mark.parametrize("strategy", ["growing", "abort", "timed"])
+    async def test_every_way_to_preload(self, engine: EmbeddedEngine, strategy: str) -> None:
+        """The view is in the spare slot, and the agent's next call finds it there, by the server's word."""
         view = [{"role": "user", "content": f"{FACTS} {FACTS} What is item 3?"}]
         binding = SlotBinding(engine, SlotTable(2), "s", preloader=Preloader(strategy=strategy))  # type: ignore[arg-type]
         report = await binding.preload(
@@ -221,8 +221,9 @@ class TestCalls:
             foreground=Foreground(time.monotonic),
             needed=lambda: True,
             hurried=lambda rate: False,
+            quiet=lambda: 0.0,
         )
-        assert report.complete and (report.requests > 1) == (strategy == "growing")
+        assert report.complete and (report.requests > 1) == (strategy != "abort")
         binding.committed(True)
         options = binding.request_options()
         assert options["id_slot"] == 1

@@ -319,10 +319,17 @@ def foreground() -> Foreground:
     return Foreground(lambda: asyncio.get_running_loop().time())
 
 
-async def preload(binding: Any, view: Sequence[Mapping[str, Any]], **request: Any) -> PreloadReport:
-    """Preload a view on an idle engine."""
+async def preload(
+    binding: Any, view: Sequence[Mapping[str, Any]], *, quiet_s: float | None = None, **request: Any
+) -> PreloadReport:
+    """Preload a view on an idle engine on which no turn is expected for so long."""
     report: PreloadReport = await binding.preload(
-        lambda: view, request=request, foreground=foreground(), needed=lambda: True, hurried=lambda rate: False
+        lambda: view,
+        request=request,
+        foreground=foreground(),
+        needed=lambda: True,
+        hurried=lambda rate: False,
+        quiet=lambda: quiet_s,
     )
     return report
 
@@ -445,6 +452,33 @@ def test_the_strategy_can_be_chosen() -> None:
         assert (await preload(engine.bind("a"), HELLO)).requests == 1
         engine = server.engine()
         assert (await preload(engine.bind("a"), [{"role": "user", "content": "other " * 300}])).requests > 1
+
+    run_virtual(main)
+
+
+def test_llama_cpp_is_preloaded_by_when_a_turn_is_expected() -> None:
+    """In one request as long as there is time, and in parts from then on; beside another session always in parts."""
+
+    async def main() -> None:
+        view = [{"role": "user", "content": "hello " * 2000}]
+        for strategy, quiet_s, most in (
+            (None, None, 1),
+            (None, 1e9, 2),  # the first one tells the rate
+            (None, 0.0, None),
+            ("abort", 0.0, 1),
+            ("growing", 1e9, None),
+        ):
+            engine = ModelServer("llama.cpp").engine(preload_strategy=strategy)
+            await engine.probe()
+            found = await preload(engine.bind("a"), view, quiet_s=quiet_s)
+            assert found.complete and (found.requests == most if most else found.requests > 2), (strategy, quiet_s)
+        engine = ModelServer("llama.cpp").engine()
+        await engine.probe()
+        binding, _ = engine.bind("a"), engine.bind("b")
+        assert (await preload(binding, view, quiet_s=1e9)).requests > 2
+        engine = ModelServer("vllm").engine(preload_strategy="timed")
+        assert (await preload(engine.bind("a"), view, quiet_s=0.0)).requests > 2
+        assert (await preload(engine.bind("a"), [{"role": "user", "content": "other " * 2000}])).requests == 1
 
     run_virtual(main)
 

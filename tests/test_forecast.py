@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -132,16 +134,17 @@ def test_the_idle_time_before_the_last_turn_counts(tokens: int) -> None:
 def test_quiet_is_what_most_idle_times_of_late_were_longer_than() -> None:
     """A turn that came early once does not make all of it busy; what has passed counts, and old times are forgotten."""
     forecast, now = Forecast(), 0.0
-    assert forecast.quiet(5.0) is None
+    assert forecast.quiet(5.0, in_flight=False) is None
     for idle in (9.0, 9.0, 9.0, 9.0, 6.0, 5.0, 1.0, 7.0, 8.0, 6.0, 5.0, 1.0):
         forecast.boundary(now, int(now))
-        assert forecast.quiet(now + 3.0) is None or not forecast.quiet(now + 3.0) < 0
         forecast.rested(now + 2.0)
         now += 2.0 + idle
     forecast.boundary(now, int(now))  # (6, 5, 1, 7, 8, 6, 5, 1), sorted: 1, 1, 5, 5, 6, 6, 7, 8
-    assert forecast.quiet(now) == forecast.quiet(now + 100) == 5.0, "a turn is in flight: after it"
+    assert forecast.quiet(now, in_flight=True) == forecast.quiet(now + 100, in_flight=True) == 5.0, "after the turn"
+    assert forecast.quiet(now + 1, in_flight=False) == 0.0, "it ended, and nobody said when"
     forecast.rested(now + 10)
-    assert forecast.quiet(now + 12) == pytest.approx(3.0) and forecast.quiet(now + 16) == 0.0
+    assert forecast.quiet(now + 12, in_flight=False) == pytest.approx(3.0)
+    assert forecast.quiet(now + 16, in_flight=False) == 0.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 10**7)), max_size=20), st.integers(0, 10**7))
@@ -155,4 +158,6 @@ def test_property_any_sequence_gives_sane_numbers(samples: list[tuple[float, int
     assert turns is None or turns >= 0
     assert isinstance(forecast.late(tokens, 1000, 1.0), bool)
     assert isinstance(forecast.growth_during(1.0), int)
-    assert (forecast.quiet(2e6) or 0.0) >= 0.0
+    gaps = [after - before for (before, _), (after, _) in pairwise(samples)]
+    quiet = forecast.quiet(samples[-1][0], in_flight=False) if samples else None
+    assert (quiet is None) == (not gaps) and (quiet is None or 0.0 <= quiet <= max(0.0, *gaps[-8:]))

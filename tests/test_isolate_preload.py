@@ -479,6 +479,41 @@ async def test_promise_10_a_deaf_preload_is_left_to_itself() -> None:
 
 
 @virtual
+async def test_promise_09_preloads_are_told_for_how_long_no_turn_is_expected() -> None:
+    """Views and openings alike: while the agent rests, while its turn is in flight, and after one that ended unseen."""
+    told: list[float | None] = []
+
+    class Told(Binding):
+        async def preload(self, view: Any, *, quiet: Any, **options: Any) -> Any:
+            told.append(quiet())
+            await asyncio.sleep(2)
+            told.append(quiet())
+            return await super().preload(view, quiet=quiet, **options)
+
+        def opening(self) -> Any:
+            return Told(self._engine, self._id)
+
+    class Own(FakeEngine):
+        def bind(self, session_id: str) -> Any:
+            return Told(self, session_id)
+
+    async with make_runtime() as runtime:
+        parent, messages, handle = await opened(runtime, Own(*["ok"] * 9))
+        assert await handle.wait() is HandleState.READY and told == [None, None]
+        await settle(20 - now())
+        await parent.commit(messages)
+        quiet: Any = parent.quiet
+        assert quiet() == pytest.approx(20)
+        parent.turn_over()
+        assert quiet() == 0
+        await parent.commit(messages)
+        parent.observe(messages)
+        handle = parent.schedule_transform(isolate(), messages)
+        await handle.wait()
+        assert told[2:] == [pytest.approx(20), pytest.approx(18)]
+
+
+@virtual
 async def test_an_engine_that_works_for_a_preload_only_at_times() -> None:
     """A preload counts as work on the engine while its request runs, not while it waits."""
     engine = Slotted(rate=100.0)

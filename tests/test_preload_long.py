@@ -22,7 +22,7 @@ from prefix_server import (
     with_turns,
 )
 from smoothctx.engines import PreloadReport
-from smoothctx.engines.preload import Warmth
+from smoothctx.engines.preload import MIN_CHUNK, Warmth
 from smoothctx.foreground import Foreground
 from virtual import run_virtual
 
@@ -177,15 +177,27 @@ def test_timed_goes_on_from_what_an_aborted_request_evaluated() -> None:
     assert all(b - a == pytest.approx(500, rel=0.2) for a, b in itertools.pairwise(lengths[:-2])), lengths
 
 
-def test_timed_without_an_expectation_is_one_request() -> None:
-    """No idle time was seen yet."""
-    server, view = Server(), conversation()
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("rate", [None, 250.0])
+@pytest.mark.parametrize("quiet_s", [None, 0.0])
+def test_timed_without_an_expectation_is_one_request(quiet_s: float | None, rate: float | None, keeps: bool) -> None:
+    """No idle time was seen yet. Where one was, an unknown rate is no reason for a long one: a chunk tells it."""
+    server, view = Server(rate=1_000.0), conversation()
 
     async def main() -> PreloadReport:
-        own = preloader(strategy="timed")
-        return await own.run(server.send, lambda: view, foreground=foreground(), needed=always, keeps=True)
+        return await preloader(strategy="timed").run(
+            server.send,
+            lambda: view,
+            foreground=foreground(),
+            needed=always,
+            keeps=keeps,
+            known_rate=rate,
+            quiet=lambda: quiet_s,
+        )
 
-    assert run_virtual(main).requests == 1
+    report = run_virtual(main)
+    assert report.complete and (report.requests == 1) == (quiet_s is None)
+    assert max(evaluated(server)[1:], default=0) <= MIN_CHUNK * 2
 
 
 def test_the_strategy_is_asked_each_time() -> None:

@@ -19,7 +19,8 @@ class Recorder:
 
     ``ends`` are the finish reasons of its answers, ``failed`` the errors of its calls: a transform goes on without the
     blocks that failed, and says nothing of them. With ``say``, which is told of each pause, a server that is overloaded
-    or limits requests is asked again (see :func:`patiently`): not where the time of a call counts.
+    or limits requests is asked again (see :func:`patiently`), until one call has asked in vain: not where the time of a
+    call counts.
     """
 
     def __init__(self, engine: Any, *, say: Callable[[str], object] | None = None, **options: Any) -> None:
@@ -44,6 +45,7 @@ class Recorder:
                 spare = [name for name in SPARE if name in sent]
                 named = refused_option(error, spare) if isinstance(error, EngineRefused) else None
                 if named is None:
+                    self._say = None
                     self.failed.append(f"{type(error).__name__}: {error}")
                     raise
                 self._refused.add(named)

@@ -261,12 +261,12 @@ class Preloader:
         """Characters of the next request's prefix, where a long one may be sent."""
         strategy = self._strategy if isinstance(self._strategy, str) else self._strategy()
         end, speed = self._end(warmth, total), self._speed or self._expected
-        if strategy == "abort" or (strategy == "timed" and (quiet_s is None or speed is None)):
+        if strategy == "abort" or (strategy == "timed" and quiet_s is None):
             return total
-        if strategy == "growing" or quiet_s is None or speed is None:
+        if strategy == "growing" or quiet_s is None or speed is None:  # the first chunk tells the speed
             return end
         chunk = max(self._chunk(), self._block_chars())
-        end = max(end, max(warmth.done, warmth.likely) + max(chunk, int(speed * quiet_s)))
+        end = max(end, max(warmth.done, warmth.likely) + max(chunk, int(min(total, speed * quiet_s))))
         return total if total - end <= chunk // 4 else end
 
     def _end(self, warmth: Warmth, total: int) -> int:
