@@ -74,14 +74,14 @@ class Branch:
 
     def sync(self, messages: Sequence[Any], *, tail_only: bool = False) -> tuple[Change, list[Applied]]:
         """Follow the caller's list; returns what changed and the replacements that cannot stay."""
-        before = self.history.reported
+        before = self.history.answered
         change = self.history.sync(messages, tail_only=tail_only)
         lost: list[Applied] = []
         if change.diverged:
             self.sent = min(self.sent, change.common)
             lost = self._drop_stale(messages, change.common)
-        if self.history.reported != before:
-            self._calibrate()
+        if self.history.answered != before:
+            self._calibrate(self.history.answered)
         if self.applied and len(self.history) > change.common:
             self._set(self._late(self.applied, messages, range(change.common, len(self.history))))
         return change, lost
@@ -278,7 +278,7 @@ class Branch:
         """Take over what another branch learned of the provider's counts (rewrite mode: its view is our base).
         The reports on the first ``base`` messages are of larger views that are gone."""
         self._offset, self._ratio, self.sent = other._offset, other._ratio, base
-        self.history.reports_from = base
+        self.history.reports_from = self.history.asked = base
 
     def recalibrate(self) -> None:
         """Replacements of an earlier process came into the view: the last report was of the view with them, or of
@@ -288,17 +288,17 @@ class Branch:
         covered, used = self.history.reported
         raw = self.history.tokens[covered]
         if abs(used - self._own(covered)) < abs(used - raw):
-            self._calibrate()
+            self._calibrate(self.history.reported)
 
     def _own(self, covered: int) -> int:
         """Our count of the view of the first ``covered`` messages."""
         changed = sum(e.tokens - self.history.span(e.start, e.end) for e in self.edits if e.end <= covered)
         return self.history.tokens[covered] + changed
 
-    def _calibrate(self) -> None:
-        if self.history.reported is None:
+    def _calibrate(self, report: tuple[int, int] | None) -> None:
+        if report is None:
             return  # what was learned before holds: it is about the tools and the tokenizer
-        covered, used = self.history.reported
+        covered, used = report
         own = self._own(covered)
         # More than we count is mostly what we cannot see (tool schemas); less is our erring high.
         self._offset = max(0, used - own)

@@ -61,7 +61,7 @@ class Following:
         """The view of these messages, which is sent now."""
         branch = self._conversation.branch
         view = branch.project(messages)
-        branch.sent = len(branch.history)
+        branch.sent = branch.history.asked = len(branch.history)
         self._conversation.outcomes.sent()
         self._base = branch.frozen() if branch.edits else None
         self._archive.sent(messages, bool(branch.edits))

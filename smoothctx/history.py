@@ -39,6 +39,8 @@ class History:
     __slots__ = (
         "_count",
         "_frozen",
+        "answered",
+        "asked",
         "chain",
         "codec",
         "last_assistant",
@@ -62,7 +64,11 @@ class History:
         self.last_assistant = -1
         #: indexes of messages that hold a text the user pinned
         self.pinned: list[int] = []
-        #: the last provider-reported context size: (messages it covers, tokens)
+        #: messages of the view that a reply is awaited to, -1 without one
+        self.asked = -1
+        #: the context size that the provider reported with the last such reply: (messages it covers, tokens)
+        self.answered: tuple[int, int] | None = None
+        #: the last one reported with any message: it may be of another view, or another agent's
         self.reported: tuple[int, int] | None = None
         #: reports of earlier messages are of another view than the one that is held now
         self.reports_from = 0
@@ -143,6 +149,10 @@ class History:
         self.pinned = [i for i in self.pinned if i < n]
         if self.reported and self.reported[0] > n:
             self.reported = None
+        if self.answered and self.answered[0] > n:
+            self.answered = None
+        if self.asked > n:
+            self.asked = -1
         # Pairing depends on what came after, so the kept messages are segmented anew (a branch is rare).
         self.segmenter = segment(self.codec, messages[:n])
         roles = [self.codec.role(m) for m in messages[:n]]
@@ -174,6 +184,10 @@ class History:
                 used = None if self._count is not None else codec.reported(message)
                 if used is not None and i >= self.reports_from:
                     self.reported = (i + 1, used)
+                    if i == self.asked:
+                        self.answered = (i + 1, used)
+            if i == self.asked:
+                self.asked = -1
             if PIN_OPEN in codec.text(message):
                 self.pinned.append(i)
         return None

@@ -75,12 +75,48 @@ async def test_b99_reserved_tokens_count_towards_the_trigger_and_the_limit() -> 
 
 @virtual
 async def test_b99_provider_usage_shows_what_is_not_in_the_messages() -> None:
-    """Without ``reserved_tokens`` the provider's own count brings the tool schemas in."""
-    messages = chat(8, size=50)
-    own = sum(map(CODEC.estimate, messages))
-    assert not await starts(messages, window=2000)
-    messages[-1]["usage"] = {"prompt_tokens": own + 400, "completion_tokens": 50}
-    assert await starts(messages, window=2000)
+    """Without ``reserved_tokens`` the provider's own count of a view that was sent brings the tool schemas in."""
+    for told, started in ((0, False), (400, True)):
+        messages = chat(8, size=50)
+        async with make_runtime() as runtime:
+            session = runtime.session("s", policy=make_policy(fast(), window=2000))
+            own = sum(map(CODEC.estimate, await session.commit(messages)))
+            usage = {"prompt_tokens": own + told, "completion_tokens": 50}
+            messages.append({**A("an answer"), "usage": usage})
+            assert (session.observe(messages) is not None) is started
+
+
+@virtual
+async def test_promise_06_usage_of_an_earlier_session_is_not_of_the_raw_history() -> None:
+    """A thread that goes on after a restart, an eviction or a close: the last reply was one to a view that is gone."""
+    async with make_runtime() as runtime:
+        policy = make_policy(fast(), window=2000)
+        messages = [*chat(60, size=50), {**A("an answer"), "usage": {"prompt_tokens": 500, "completion_tokens": 9}}]
+        session = runtime.session("s", policy=policy)
+        for k in range(3):
+            messages.append(H(f"go on {k}"))
+            view = await session.commit(messages)
+            assert sum(map(CODEC.estimate, view)) <= 0.85 * 2000 < sum(map(CODEC.estimate, messages))
+            used = sum(map(CODEC.estimate, view)) // 2
+            messages.append({**A("an answer"), "usage": {"prompt_tokens": used, "completion_tokens": 9}})
+            session.observe(messages)
+            assert session.branch.scale == pytest.approx(0.5, abs=0.05), "this one was to our view"
+
+
+@virtual
+async def test_promise_06_usage_of_another_agent_says_nothing_of_this_view() -> None:
+    """Agents that share a list of messages: what one read is not what the other is sent."""
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(fast(), window=20_000))
+        messages: list[Message] = []
+        for k in range(8):
+            messages += [H(f"question {k}", size=50), {**A("found"), "usage": {"prompt_tokens": 18_000, "completion_tokens": 9}}]
+            view = await session.commit(messages)
+            assert view == messages and session.branch.scale == pytest.approx(1.0, abs=0.5)
+            own = sum(map(CODEC.estimate, view))
+            messages.append({**A("ok"), "usage": {"prompt_tokens": own + 30, "completion_tokens": 3}})
+            assert session.observe(messages) is None
+        assert session.branch.tokens == pytest.approx(own + 33, abs=20)
 
 
 @virtual
