@@ -389,7 +389,8 @@ class Caller:
 
     ``urgent()``: a turn waits for them. ``foreground``: whose turns they may disturb. ``calls``: those in flight.
     ``usable``: there is something that a turn could use, while they go on for something better. ``aside_s``: seconds
-    that they may still wait for the first tokens of turns, in all.
+    that they may still wait for the first tokens of turns, in all. ``ends_at``: when their time is over, on the loop's
+    clock.
     """
 
     endpoints: Endpoints
@@ -398,6 +399,7 @@ class Caller:
     urgent: Callable[[], bool]
     foreground: Foreground | None
     aside_s: float = 0.0
+    ends_at: float = math.inf
     calls: int = 0
     usable: bool = False
 
@@ -417,9 +419,10 @@ def calling(
     urgent: Callable[[], bool],
     foreground: Foreground | None = None,
     aside_s: float = 0.0,
+    ends_at: float = math.inf,
 ) -> Iterator[Caller]:
     """Calls of models inside are made for this session, through these endpoints."""
-    who = Caller(endpoints, tenant, session, urgent, foreground, aside_s)
+    who = Caller(endpoints, tenant, session, urgent, foreground, aside_s, ends_at)
     token = _caller.set(who)
     try:
         yield who

@@ -6,13 +6,12 @@ savings, preload. It runs in the pool and knows nothing of the session's present
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
-
-import anyio
 
 from . import urgency
 from .codec import Codec
@@ -34,6 +33,10 @@ Count = Callable[[Sequence[Any]], int]
 
 #: seconds after the policy's timeout, of which a preload has as much again, until an engine's is abandoned
 PRELOAD_GRACE_S = 5.0
+#: seconds that a store may take to say what it has
+STORED_S = 1.0
+#: seconds after its timeout until code that does not end when it is cancelled is left behind
+OVERDUE_S = 1.0
 
 
 class Executor(Protocol):
@@ -104,6 +107,8 @@ class Flight:
     preload: Callable[[Artifact], Awaitable[bool]] | None = None
     #: called before ``preload``, which mostly waits for idle time: the pool has nothing to do for it
     idle: Callable[[], None] = lambda: None
+    #: called where what it runs has not ended though its time is over: the pool goes on without it
+    overdue: Callable[[], None] = lambda: None
     endpoints: Endpoints | None = None
     #: what it loads, if that is known, and whose turns it may disturb there
     engine: Any = None
@@ -144,7 +149,7 @@ class Flight:
             spent = self.usage
             request = replace(plan.request, on_usage=self._spend)
             plan.check_unedited()
-            with anyio.fail_after(plan.timeout_s):
+            async with self._limited(plan.timeout_s):
                 if self.raw is not None:
                     request = await self.raw(request)
                 with self._calling() as self.caller:
@@ -160,10 +165,26 @@ class Flight:
             handle.arrived()
         if self.preload is not None:
             self.idle()
-            with anyio.move_on_after(plan.timeout_s + PRELOAD_GRACE_S):  # it gives up by itself before that
-                warm = await self.preload(self.artifact)
-                self.artifact = replace(self.artifact, warm=warm)
+            with suppress(TimeoutError):  # it gives up by itself before that
+                async with self._limited(plan.timeout_s + PRELOAD_GRACE_S):
+                    warm = await self.preload(self.artifact)
+                    self.artifact = replace(self.artifact, warm=warm)
         return self.artifact
+
+    @asynccontextmanager
+    async def _limited(self, seconds: float) -> AsyncGenerator[None]:
+        """Inside, code that is not ours has so much time. It is cancelled once: one that goes on after that would be
+        cancelled in each of its awaits, which makes a loop of retries spin.
+
+        Raises:
+            TimeoutError: its time was over.
+        """
+        late = asyncio.get_running_loop().call_later(seconds + OVERDUE_S, lambda: self.overdue())
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        finally:
+            late.cancel()
 
     def hurry(self) -> None:
         """A turn waits for its result: until that is there, other background work keeps out of its way as out of a
@@ -182,8 +203,16 @@ class Flight:
         """Whose model calls these are, for the lanes of the endpoints."""
         if self.endpoints is None:
             return nullcontext()
-        aside_s = urgency.aside_s(self.plan.timeout_s)
-        return calling(self.endpoints, self.tenant, self.plan.request.session_id, self.urgent, self.foreground, aside_s)
+        plan, loop = self.plan, asyncio.get_running_loop()
+        return calling(
+            self.endpoints,
+            self.tenant,
+            plan.request.session_id,
+            self.urgent,
+            self.foreground,
+            aside_s=urgency.aside_s(plan.timeout_s),
+            ends_at=loop.time() + plan.timeout_s,
+        )
 
     def urgent(self) -> bool:
         """Does a turn wait for its result?"""
@@ -293,7 +322,7 @@ class Flight:
         if self.plan.request.missed is not None:  # what is there was refused
             return None
         try:
-            with anyio.move_on_after(1.0):
+            async with asyncio.timeout(STORED_S):
                 data = await self.store.get(self.tenant, f"artifact/{self.plan.key}")
                 if data is not None:
                     artifact = load_artifact(self.plan.request.codec, data)

@@ -63,6 +63,7 @@ class Flights:
             flight.handles.append(handle)
             if new:
                 flight.idle = lambda: self._idle(flight)
+                flight.overdue = lambda: self._overdue(flight)
                 flight.queued_at, flight.waited_s = self._now(), waited_s
                 flight.work = Work(
                     key=flight.plan.key,
@@ -184,6 +185,10 @@ class Flights:
         self._lighten(flight)
         if flight.work is not None:
             self._pool.idle(flight.work)
+
+    def _overdue(self, flight: Flight) -> None:
+        if flight.work is not None:
+            self._pool.cancel(flight.work, Reason.TIMEOUT)
 
     def _lighten(self, flight: Flight) -> None:
         if flight.foreground is not None and flight.burdens:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 
 from .breaker import BreakerOpen, Breakers, CircuitBreaker
+from .errors import TransformError
 from .foreign import Call, Foreign
 from .retry import RetryBudget, run_with_retries
 from .states import Reason
@@ -173,9 +174,10 @@ class Worker:
 
 
 def _result(task: asyncio.Task[Any]) -> Outcome:
-    if task.cancelled():
-        return Outcome(reason=Reason.CANCELLED)
-    error = task.exception()
-    if error is not None:
+    if task.cancelled():  # though nobody has asked for that: a client raises it when its own connection is gone
+        error = TransformError(f"{task.get_name()} was cancelled from within")
         return Outcome(reason=Reason.FAILED, error=error)
+    failed = task.exception()
+    if failed is not None:
+        return Outcome(reason=Reason.FAILED, error=failed)
     return Outcome(value=task.result())

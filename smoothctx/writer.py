@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from typing import final
@@ -89,7 +90,7 @@ class Writer:
 
     async def _write_one(self, tenant: str, key: str, value: bytes) -> None:
         try:
-            with anyio.fail_after(WRITE_TIMEOUT):
+            async with asyncio.timeout(WRITE_TIMEOUT):
                 await self._store.put(tenant, key, value)
         except Exception as error:
             self._events.emit("store.error", tenant=tenant, error=f"{type(error).__name__}: {error}", key=key)

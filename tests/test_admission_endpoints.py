@@ -216,8 +216,11 @@ async def test_promise_06_no_wait_for_a_retry_that_comes_too_late() -> None:
 async def test_promise_06_a_rest_counts_before_what_a_result_usually_takes(rest_s: float) -> None:
     """Results take 3 s here: after 15 s of rest one comes within the 30 s of the wait, after 28 s none does."""
 
+    refused: list[float] = []
+
     async def model(messages: Any, *, max_tokens: int | None = None) -> str:
-        if "<200>" in str(messages):
+        if "<200>" in str(messages) and not refused:
+            refused.append(now())
             raise EngineOverloaded("busy", status=429, retry_after_s=rest_s)
         await asyncio.sleep(3)
         return "a summary"

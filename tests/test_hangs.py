@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from helpers import A, Events, FakeSummarizer, H, Message, S, chat, make_policy, make_runtime, now, settle, virtual
 from smoothctx import HandleState, Reason, Runtime
+from smoothctx.engines.binding import Binding
 from smoothctx.errors import ConfigurationError
+from smoothctx.testing import FakeEngine
 
 
 @virtual
@@ -126,3 +131,94 @@ async def test_the_time_limit_of_a_summary_is_an_option() -> None:
     for wrong in (0, -1, True, None, float("inf")):
         with pytest.raises(ConfigurationError, match="timeout="):
             make_policy(FakeSummarizer(), timeout=wrong)
+
+
+@virtual
+async def test_promise_11_code_that_goes_on_when_it_is_cancelled_is_cancelled_once_and_left_behind() -> None:
+    """A loop of retries that catches everything: it is not woken again and again, and the session prepares the next."""
+    calls: list[float] = []
+    away = asyncio.Event()
+
+    async def model(messages: Any, *, max_tokens: int | None = None) -> str:
+        while not away.is_set():
+            calls.append(now())
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                try:
+                    await asyncio.sleep(1)
+                except BaseException:
+                    pass
+        return "A summary."
+
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model, timeout=10, overrun="raw"))
+        messages = chat(12, size=55)
+        handle = session.observe(messages)
+        assert handle is not None and await handle.wait(30) is HandleState.FAILED
+        assert handle.reason is Reason.TIMEOUT and now() < 20 and len(calls) <= 3
+        away.set()
+        messages += [H("and now?"), A("yes")]
+        again = session.observe(messages)
+        assert again is not None and again is not handle
+        assert await again.wait(30) is HandleState.READY
+
+
+@virtual
+async def test_promise_11_a_preload_that_goes_on_when_it_is_cancelled_is_left_behind() -> None:
+    """Its result is there: the commit is cold, and the flight ends."""
+
+    class Deaf(Binding):
+        async def preload(self, view: Any, **_: Any) -> Any:
+            while len(heard) < 3:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    heard.append(now())
+
+    class Own(FakeEngine):
+        def bind(self, session_id: str) -> Any:
+            return Deaf(self, session_id)
+
+    heard: list[float] = []
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=1), timeout=30), engine=Own())
+        handle = session.observe(chat(12, size=55))
+        assert handle is not None and await handle.wait(100) is HandleState.READY
+        assert handle.artifact is not None and not handle.artifact.warm and len(heard) == 2 and now() < 50
+
+
+@virtual
+async def test_a_model_that_cancels_itself_is_a_failure() -> None:
+    """Its client lost its connection: such a model rests as one that fails does, and is not asked with every turn."""
+    model = FakeSummarizer("cancel")
+    events = Events()
+    async with make_runtime(on_event=events) as runtime:
+        session = runtime.session("s", policy=make_policy(model, overrun="raw"))
+        messages = chat(12, size=55)
+        for _ in range(12):
+            await session.commit(messages)
+            messages += [H("q"), A("a", size=5)]
+            session.observe(messages)
+            await settle(1)
+        assert model.calls < 8 and events.of("lookahead.resting")
+        assert {e.data["reason"] for e in events.of("lookahead.failed")} == {"failed"}
+
+
+@virtual
+async def test_a_preload_that_cancels_itself_costs_no_result() -> None:
+    """The summary was paid for: it is committed, cold."""
+
+    class Own(FakeEngine):
+        async def prefill(self, messages: Any, **options: Any) -> Any:
+            raise asyncio.CancelledError
+
+    model = FakeSummarizer()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model), engine=Own())
+        messages = chat(12, size=55)
+        session.observe(messages)
+        await settle(20)
+        await session.commit([*messages, H("next")])
+        assert model.calls == 1 and [(r.how, r.warm) for r in session.receipts] == [("ready", False)]
+        assert runtime.counters.wasted_tokens == 0

@@ -413,7 +413,7 @@ def test_b147_cancelled_means_no_result() -> None:
 
 
 def test_a_work_that_cancels_itself() -> None:
-    """A ``CancelledError`` of the work's own making is an outcome, and harms nothing else."""
+    """A ``CancelledError`` of the work's own making is a failure, and harms nothing else."""
 
     async def main() -> None:
         bench = await Bench().start()
@@ -424,7 +424,8 @@ def test_a_work_that_cancels_itself() -> None:
         bench.submit("a", odd)
         bench.submit("b", after(1, "B"))
         await anyio.sleep(2)
-        assert bench.outcome("a").reason is Reason.CANCELLED and bench.outcome("b").value == "B"
+        assert bench.outcome("a").reason is Reason.FAILED and bench.outcome("b").value == "B"
+        assert "cancelled from within" in str(bench.outcome("a").error)
         await bench.pool.aclose()
 
     run_virtual(main)

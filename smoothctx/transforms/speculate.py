@@ -256,7 +256,10 @@ class Speculate:
 
 def _last_moment() -> float:
     """When the candidates end at the latest: so much before the work's own deadline that what is ready is kept."""
+    who = caller()
     now, deadline = anyio.current_time(), anyio.current_effective_deadline()
+    if who is not None:
+        deadline = min(deadline, who.ends_at)
     return max(now, deadline - min(MAX_MARGIN_S, MARGIN * (deadline - now))) if deadline < math.inf else deadline
 
 
