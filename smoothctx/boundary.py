@@ -236,7 +236,7 @@ class Boundary:
         conversation.pace.begin()
         restored, self._shelf.restored = self._shelf.restored, False
         if restored:  # of an earlier process, or of the session it forked from
-            self._shelf.salvage(messages, branch.tokens)
+            self._shelf.salvage(messages, branch.tokens, late=True)
             branch.recalibrate()
         if conversation.policy.max_message_tokens is not None:
             self._offload_entries(messages, conversation.policy.max_message_tokens)

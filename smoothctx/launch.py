@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .session import Session
 
-#: seconds that the first commit of a session may wait for what another process left in the store
+#: seconds that the first commit of a session may wait for what another process left in the store; what takes longer is
+#: read in the background
 STORE_WAIT = 0.010
 #: seconds that a model's ``retrieve`` waits for the store at most, and what it reads then
 RETRIEVE_WAIT = 30.0
@@ -71,6 +72,8 @@ class Launcher:
         self.local = LocalRewrites(runtime, session)
         self._index: list[str] = []
         self._index_known = False  # it has been read: what is written of it from now on loses nothing
+        self._unwritten = False  # something waits for that
+        self._asked = self._recovering = False  # for what the store holds: ever, now
 
     # -- building work -------------------------------------------------------------------------------------------
 
@@ -280,39 +283,52 @@ class Launcher:
     # -- the store -------------------------------------------------------------------------------------------------
 
     async def recovered(self) -> None:
-        """Before a session's first commit: what another process left, if it comes within ``STORE_WAIT``."""
+        """Before a session's first commit: what another process left, if it comes within ``STORE_WAIT``; else it is
+        applied at a later boundary."""
         if self._runtime.shares_artifacts:
+            self._asked = True
             # A busy loop that is not ours gets as long again.
             await self._runtime.join_loop(lambda: self._recover(STORE_WAIT), 2 * STORE_WAIT)
+            self.recover_later()
 
     def recovered_sync(self) -> None:
         """:meth:`recovered` for synchronous callers."""
         if self._runtime.shares_artifacts:
+            self._asked = True
             self._runtime.on_loop(lambda: self._recover(STORE_WAIT), 2 * STORE_WAIT)
+            self.recover_later()
 
     def recover_later(self) -> None:
-        """:meth:`recovered` in the background, for a turn that may not wait."""
-        session = self._session
-        if self._runtime.shares_artifacts:
-            self._runtime.background(f"recover:{session.id}", lambda: self._recover(RECOVERY_S), session, lambda: None)
+        """:meth:`recovered` in the background, for a turn that may not wait (any longer)."""
+        if not self._runtime.shares_artifacts or self._index_known or self._recovering:
+            return
+        self._asked = self._recovering = True
+
+        async def run() -> None:
+            await self._recover(RECOVERY_S)
+            over()
+
+        def over() -> None:
+            self._recovering = False
+
+        self._runtime.background(f"recover:{self._session.id}", run, self._session, over)
 
     async def _recover(self, within: float) -> None:
         try:
-            with anyio.move_on_after(within):
-                await self._load_index()
+            await self._runtime.briefly(f"recover:{self._session.id}", self._load_index, within)
         except Exception as error:
             self._store_error(error)
 
     async def _load_index(self) -> None:
         session, store = self._session, self._runtime.store
         data = await store.get(session.tenant, f"index/{session.id}")
-        self._index_known = True
-        if data is None:
-            return
-        entries = json.loads(data)
+        try:
+            entries = [] if data is None else list(json.loads(data))
+        except (ValueError, TypeError) as error:  # nothing can be made of it any more
+            self._store_error(error)
+            entries = []
         keys = [k for k in entries if isinstance(k, str)][-INDEX_SIZE:]
         ready = dict(filter(None, map(_prepared, entries)))
-        self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
         for key in [*reversed(ready), *reversed(keys)]:  # the latest reach furthest: first, in case time runs out
             found = await store.get(session.tenant, f"artifact/{key}")
             if found is not None:
@@ -320,6 +336,10 @@ class Launcher:
                     session.adopt(load_artifact(session.codec, found), ready.get(key))
                 except StoreError as error:
                     self._store_error(error)
+        self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
+        self._index_known = True
+        if self._unwritten:
+            self.tell()
 
     def save(self, artifact: Artifact) -> None:
         """Keep an artifact for other processes, in the background."""
@@ -338,12 +358,16 @@ class Launcher:
         if not artifact.durable:
             return
         self._index = [*(k for k in self._index if k != artifact.key), artifact.key][-INDEX_SIZE:]
-        self._write_index()
+        self.tell()
 
     def tell(self) -> None:
-        """Name what is ready and not committed in the session's index, so that another process may commit it."""
-        if self._runtime.shares_artifacts and self._index_known:
+        """Name what is committed, and what is ready to be, in the session's index: another process finds it there. Not
+        before what that holds was read, which would be lost."""
+        self._unwritten = not self._index_known
+        if self._index_known:
             self._write_index()
+        elif self._asked:
+            self.recover_later()
 
     def _write_index(self) -> None:
         """Keys of what is committed, and of what is ready to be: those with start, end and what is kept inside."""

@@ -16,7 +16,7 @@ import math
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -56,6 +56,8 @@ from .worker import Entry, Worker
 
 #: seconds: no timer is shorter, so that a clock that runs apart from the loop's cannot make it spin
 MIN_TIMER_S = 0.001
+#: seconds that cancelled code may take to end where somebody waits for it
+BRIEF_GRACE_S = 0.005
 
 #: owners that run: the event loop itself holds tasks weakly only, and a pool may be forgotten unclosed
 _owners: set[asyncio.Task[None]] = set()
@@ -286,6 +288,19 @@ class TaskPool:
         """A running work has its result, and what is left of it only waits for the idle time of others: it holds no
         slot any more, and may be ended as ``queue_full`` when too many do so."""
         self._do(_Command(self._idle, work))
+
+    async def briefly(self, name: str, run: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> bool:
+        """Run code that is not ours, beside all works, for so long; did it end? What does not end soon after it was
+        cancelled is left behind. On the pool's loop.
+
+        Raises:
+            Exception: whatever ``run`` raised.
+        """
+        call = self._worker.foreign.begin(lambda _: run(), f"smoothctx:{name}")
+        ended = await call.watch(seconds, lambda: BRIEF_GRACE_S)
+        if ended and not call.task.cancelled():
+            call.task.result()
+        return ended
 
     def statistics(self) -> PoolStatistics:
         """A snapshot of now."""

@@ -388,6 +388,14 @@ class Runtime:
             work.on_start = lambda: self._pool.idle(work)
         self._pool.submit(work)
 
+    async def briefly(self, name: str, run: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> bool:
+        """Run code that is not ours for so long, on this runtime's loop, while somebody waits for it; did it end?
+
+        Raises:
+            Exception: whatever ``run`` raised.
+        """
+        return await self._pool.briefly(name, run, seconds)
+
     def later(self, seconds: float, call: Callable[[], None]) -> bool:
         """Call something short on this runtime's loop, ``seconds`` from now; from any thread. Will it be called?"""
         loop = self._loop

@@ -124,12 +124,14 @@ class Shelf:
         self.prepared.clear()
         self.arrived.clear()
 
-    def salvage(self, messages: Sequence[Any], before: int, beyond: int = -1) -> None:
+    def salvage(self, messages: Sequence[Any], before: int, beyond: int = -1, *, late: bool = False) -> None:
         """Apply earlier commits that hold on this branch and end behind ``beyond``; what reaches furthest goes first.
 
-        ``before``: tokens of the view before, for the receipts.
+        ``before``: tokens of the view before, for the receipts. ``late``: they have come just now, and go before what a
+        fallback had to drop meanwhile, where there is room for them.
         """
         conversation, branch = self._conversation, self._conversation.branch
+        policy = conversation.policy
         held = [
             a
             for k, a in self.artifacts.items()
@@ -138,10 +140,15 @@ class Shelf:
         for artifact in sorted(held, key=lambda a: (-a.replacement.end, a.replacement.start)):
             r = artifact.replacement
             shown = [o.artifact.replacement for o in branch.applied]
+            if late and any(o.drops_only for o in shown):
+                shown = [o for o in shown if not o.drops_only]
+                weighed = branch.weigh(artifact, messages)
+                if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
+                    continue
             if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
                 continue  # what is in the view reaches as far
-            lag = conversation.policy.lag
-            if lag is not None and turns_behind(branch.history, r.end) < lag and branch.fits(conversation.policy):
+            lag = policy.lag
+            if lag is not None and turns_behind(branch.history, r.end) < lag and branch.fits(policy):
                 continue  # the last turns stay raw
             if branch.refusal(artifact) is not None or (
                 self._blockwise is not None and not self._blockwise.affordable([artifact], messages)

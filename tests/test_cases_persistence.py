@@ -12,6 +12,7 @@ Rows of this class that are not here:
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from pathlib import Path
@@ -32,6 +33,7 @@ from helpers import (
     make_policy,
     make_runtime,
     marks,
+    now,
     same_objects,
     settle,
     summaries,
@@ -268,6 +270,49 @@ async def test_a_store_in_trouble_never_blocks_or_corrupts_the_first_turn(mode: 
         assert valid_request(view)
         if mode in ("corrupt", "fail"):
             assert events.of("store.error")
+
+
+@pytest.mark.parametrize("delay", [0.006, 0.5])
+@virtual
+async def test_b70_what_a_slow_store_holds_is_used_as_soon_as_it_was_read(delay: float) -> None:
+    """The index comes in time for the first turn and the artifact not, or neither: the next turn has the summary,
+    though the first one had to drop what it stands for and no model answers."""
+    store, messages = FlakyStore(), thirty()
+    await first_process(store, messages)
+    store.mode, store.delay = "slow", delay
+    async with make_runtime(store=store) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer("fail"), model_id="m", overrun="fallback"))
+        again = [*reloaded(messages), *chat(4, size=60, first=900, system=False)]
+        began = now()
+        view = await session.commit(again)
+        assert now() - began <= 0.011 and not summaries(view) and valid_request(view)
+        await settle(5)
+        view = await session.commit(again)
+        assert summaries(view) and valid_request(view)
+        how = [r.how for r in session.receipts]
+        assert how[0] == "fallback" and set(how[1:]) == {"salvaged"}
+
+
+@virtual
+async def test_promise_05_a_store_that_is_deaf_to_its_cancellation_holds_no_turn() -> None:
+    """Such as a thread that waits for a database: the first commit goes on without it."""
+
+    class Deaf(FlakyStore):
+        async def get(self, tenant: str, key: str) -> bytes | None:
+            until = now() + 60.0
+            while now() < until:
+                try:
+                    await asyncio.sleep(until - now())
+                except asyncio.CancelledError:
+                    continue
+            return await super().get(tenant, key)
+
+    messages = thirty()
+    async with make_runtime(store=Deaf()) as runtime:
+        session = runtime.session("s", policy=make_policy(fast(), model_id="m"))
+        began = now()
+        assert same_objects(await session.commit(messages), messages) and now() - began <= 0.02
+        await settle(600)
 
 
 @pytest.mark.parametrize(
