@@ -92,7 +92,7 @@ class Preloading:
         warmth, request = Warmth(), session.request
 
         def view() -> list[dict[str, Any]]:
-            shown[:] = self._shown(artifact, self._latest)
+            shown[:] = self._rendered(session.preview(artifact, lambda: self._latest))
             if not warmth.assumed:
                 self._assume(warmth, shown)
             return list(shown)
@@ -151,10 +151,6 @@ class Preloading:
         """Another session has warmed this artifact's view, where this one would find it."""
         self._warmth.setdefault(key, replace(warmth))
 
-    def _shown(self, artifact: Artifact, messages: Sequence[Any]) -> list[dict[str, Any]]:
-        """What the agent would send after committing ``artifact``."""
-        return self._rendered(self._session.preview(artifact, messages))
-
     def warm(self, artifact: Artifact, messages: Sequence[Any]) -> bool:
         """Is the view that committing ``artifact`` to these messages gives warm where this session's next call goes?
 
@@ -172,7 +168,8 @@ class Preloading:
             usual = session.growth() * warmth.done // warmth.tokens if warmth.tokens else 0
             if session.branch.refusal(artifact) is not None:
                 return False
-            return warmth.covers(self._shown(artifact, messages), max(new, usual))
+            shown = self._rendered(session.preview(artifact, lambda: messages))
+            return warmth.covers(shown, max(new, usual))
 
         return self._serving.ask("warm", covered, False)
 
@@ -313,7 +310,7 @@ class Preloading:
 
     def own_view(self) -> list[dict[str, Any]]:
         """What the agent was sent last and has answered since, as it would send it next."""
-        return self._serving.ask("view", lambda: self._rendered(self._session.shown(self._latest)), [])
+        return self._serving.ask("view", lambda: self._rendered(self._session.shown(lambda: self._latest)), [])
 
     def _rendered(self, view: Sequence[Any]) -> list[dict[str, Any]]:
         """The messages of the agent's request for this view."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
@@ -162,10 +162,11 @@ class Session:
             with self._lock:
                 if self.closed:
                     return None
-                now = self.used_at = self._runtime.now()
+                now = self._used()
                 if not isinstance(messages, list | tuple):
                     check_messages(self.codec, messages)
                 change = self._following.sync(messages, tail_only=True)
+                self._follow(messages)
                 self._serving.end(self._token) if due_s is None else self._due(self._lease(due_s))
                 if messages and self.branch.history.last_assistant == len(self.branch.history) - 1:
                     self._conversation.forecast.rested(now)
@@ -275,6 +276,7 @@ class Session:
                 raise ClosedError(
                     f"session {self.id!r} is closed: open it again with runtime.session({self.id!r}, ...)"
                 )
+            self._used()
             check_messages(self.codec, messages)
             return self._trigger.schedule(kind, messages, target_segments, preload_kv, options)
 
@@ -489,6 +491,7 @@ class Session:
         with self._lock:
             if self.closed:
                 raise ClosedError(f"session {self.id!r} is closed")
+            self._used()
             check_messages(self.codec, messages)
             return self._boundary.commit(handle, messages)
 
@@ -593,16 +596,17 @@ class Session:
         with self._lock:
             return self._conversation.forecast.quiet(self._runtime.now(), in_flight=in_flight)
 
-    def preview(self, artifact: Artifact, messages: Sequence[Any]) -> list[Any]:
-        """The view that committing ``artifact`` to these messages would give (for preload)."""
+    def preview(self, artifact: Artifact, latest: Callable[[], Sequence[Any]]) -> list[Any]:
+        """The view that committing ``artifact`` to the ``latest()`` messages would give (for preload)."""
         with self._lock:
+            messages = latest()
             made = artifact if self._blockwise is None else self._blockwise.preview(artifact, messages)
             return self.branch.preview(made, messages)
 
-    def shown(self, messages: Sequence[Any]) -> list[Any]:
-        """The view of these messages as it is, with nothing new committed."""
+    def shown(self, latest: Callable[[], Sequence[Any]]) -> list[Any]:
+        """The view of the ``latest()`` messages as it is, with nothing new committed."""
         with self._lock:
-            return self.branch.project(messages)
+            return self.branch.project(latest())
 
     def likeliest(self, flight: Flight, artifact: Artifact, messages: Sequence[Any]) -> Artifact:
         """Of several candidates the one that would be committed now."""
@@ -645,6 +649,7 @@ class Session:
                     self._begins()
                     first, self._first_commit = self._first_commit, False
                 decided = self._boundary.decide(messages, waited)
+                self._follow(messages)
                 if first and self.parent is not None:
                     self._serving.begun(self.branch.history.chain)
                 return decided
@@ -652,10 +657,20 @@ class Session:
             self._conversation.error(error, "commit")
             return self._as_it_was(messages)
 
-    def _begins(self) -> None:
-        """A turn is in flight from now on: the session is in use, and rests no longer."""
+    def _used(self) -> float:
+        """It is in use, at this time: it is the last to go when room is needed."""
         self.used_at = self._runtime.now()
         self._runtime.touch(self)
+        return self.used_at
+
+    def _follow(self, messages: Sequence[Any]) -> None:
+        """While anything is prepared, these are the messages that its view will be made of."""
+        if self.working():
+            self._serving.preloading.follow(messages)
+
+    def _begins(self) -> None:
+        """A turn is in flight from now on: the session is in use, and rests no longer."""
+        self._used()
         self._serving.begin(self._token)
         if self._rest is not None:
             self._rest.end()

@@ -110,7 +110,10 @@ async def test_promise_06_usage_of_another_agent_says_nothing_of_this_view() -> 
         session = runtime.session("s", policy=make_policy(fast(), window=20_000))
         messages: list[Message] = []
         for k in range(8):
-            messages += [H(f"question {k}", size=50), {**A("found"), "usage": {"prompt_tokens": 18_000, "completion_tokens": 9}}]
+            messages += [
+                H(f"question {k}", size=50),
+                {**A("found"), "usage": {"prompt_tokens": 18_000, "completion_tokens": 9}},
+            ]
             view = await session.commit(messages)
             assert view == messages and session.branch.scale == pytest.approx(1.0, abs=0.5)
             own = sum(map(CODEC.estimate, view))

@@ -479,6 +479,32 @@ async def test_promise_10_a_deaf_preload_is_left_to_itself() -> None:
 
 
 @virtual
+async def test_promise_11_two_sub_agents_of_one_opening_leave_no_slot_behind() -> None:
+    """The first has its messages while the preload goes on for the second: what was offered and what was taken since
+    both go back."""
+    engine = Slotted(slots=6, rate=20.0)
+    async with make_runtime() as runtime:
+        parent, messages, one = await opened(runtime, engine, shared := isolate())
+        two = parent.schedule_transform(shared, messages)
+        assert one.flight is two.flight
+        await settle(2)
+        first = one.commit(messages)
+        await settle(2)
+        async with parent.foreground():  # the preload gives way, and goes on in a slot of its own
+            await settle(1)
+        await settle(3)
+        child = runtime.session("one", policy=policy(), parent=parent, engine=engine)
+        await ask(child, engine, first)
+        await two.wait()
+        other = runtime.session("two", policy=policy(), parent=parent, engine=engine)
+        await ask(other, engine, two.commit(messages))
+        for session in (child, other, parent):
+            await session.close()
+        await settle(60)
+        assert engine.free() == 6
+
+
+@virtual
 async def test_promise_09_preloads_are_told_for_how_long_no_turn_is_expected() -> None:
     """Views and openings alike: while the agent rests, while its turn is in flight, and after one that ended unseen."""
     told: list[float | None] = []

@@ -317,6 +317,29 @@ async def test_a_fork_is_warmed_when_the_session_that_began_the_work_closes() ->
 
 
 @virtual
+async def test_promise_15_what_a_caller_scheduled_is_preloaded_with_the_turns_that_came_meanwhile() -> None:
+    """Nothing else is prepared: its view is made of the latest messages all the same."""
+    events, engine = Events(), FakeEngine(*["ok"] * 9, speed=Speed(1000.0, 100.0))
+    async with make_runtime(on_event=events) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer(delay=3), window=20000), engine=engine)
+        messages = chat(12, size=100)
+        await ask(session, engine, messages)
+        session.observe(messages)
+        handle = session.schedule_transform("summarize", messages, preload_kv=True)
+        for k in range(2):
+            messages += [H(f"question {k}", size=30)]
+            await ask(session, engine, messages)
+            messages += [A("ok", size=30)]
+            session.observe(messages)
+            await settle(0.2)
+        assert await handle.wait(30) is HandleState.READY and handle.artifact is not None and handle.artifact.warm
+        handle.commit(messages)
+        messages += [H("next")]
+        call = await ask(session, engine, messages)
+        assert not events.of("error") and call.cached_tokens > 0.9 * call.input_tokens
+
+
+@virtual
 async def test_promise_11_a_closed_binding_takes_no_slot() -> None:
     """Whatever comes after the close: a summariser, a preload, a warm opening."""
     engine = Slotted(3)

@@ -180,6 +180,26 @@ async def test_sessions_end_by_number_and_by_age() -> None:
 
 
 @virtual
+async def test_a_session_in_use_is_no_old_one_however_it_is_used() -> None:
+    """By handles of its own alone, or observed only; and one in use keeps none of the others open."""
+    async with make_runtime(session_ttl=100) as runtime:
+        policy = make_policy(FakeSummarizer("hang"), overrun="raw")
+        mine = runtime.session("mine", policy=policy)
+        watched = runtime.session("watched", policy=policy)
+        old = runtime.session("old", policy=policy)
+        messages = chat(12, size=20)
+        for _ in range(4):
+            await settle(60)
+            handle = mine.schedule_transform(KeepRecent(keep=("messages", 4)), messages)
+            await settle(5)
+            handle.commit(messages)
+            messages = [*messages, *chat(6, size=40, first=len(messages), system=False)]
+            watched.observe(messages)
+        runtime.session("new", policy=policy)
+        assert (mine.closed, watched.closed, old.closed) == (False, False, True)
+
+
+@virtual
 async def test_a_closed_runtime_opens_nothing() -> None:
     """Before it is entered and after it was closed there are no sessions, and it is entered once."""
     policy = make_policy(FakeSummarizer())

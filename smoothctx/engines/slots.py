@@ -235,8 +235,10 @@ class SlotBinding:
         """Nobody may ever send what is warm here: until it is taken over, others may have the slot."""
         with self._lock:
             if self._spare is not None:
-                self._offer = self.table.offer(self._spare)
+                before, self._offer = self._offer, self.table.offer(self._spare)
                 self._empty()
+                if before is not None:
+                    self.table.give(self.table.reclaim(before))
 
     def take_over(self, opening: EngineBinding) -> None:
         """The agent goes to the slot in which its opening was warmed, and gives its own back."""
@@ -256,7 +258,11 @@ class SlotBinding:
             slot, offer = self._spare, self._offer
             self._offer = None
             self._empty()
-        return slot if offer is None else table.reclaim(offer)
+        offered = None if offer is None else table.reclaim(offer)
+        if offered is None:
+            return slot
+        table.give(slot)  # taken after the offer, for somebody else who waits for the same
+        return offered
 
     def close(self) -> None:
         """The slots go back, and none is taken any more."""
