@@ -13,7 +13,7 @@ from .pool import Outcome, TaskPool, Work
 from .states import HandleState, Reason
 from .tally import Tally
 from .transforms.base import Transform
-from .usage import Usage
+from .usage import Cost, Usage
 
 #: seconds after which a lookahead may lose its slot to another one: where its session's usual duration is known,
 #: that many times of it, at least the second; otherwise ``STRAY_S``
@@ -149,9 +149,21 @@ class Flights:
             if flight.accounted:
                 return
             flight.accounted = flight.lost = True
-            warmed = flight.warmed
-        self._tally.wasted(flight.usage)
+            warmed, tokens = flight.warmed, flight.cost.dropped()
+        self._tally.waste(tokens)
         self._tally.wasted(_evaluated(warmed))
+
+    def used(self, flight: Flight) -> None:
+        """Its result is in use: what was spent on it is no waste, or not any more."""
+        with self._lock:
+            flight.accounted = True
+            tokens = flight.cost.settled()
+        self._tally.waste(-tokens)
+
+    def share(self, cost: Cost | None) -> Cost:
+        """For one who finds a result again that was not used yet: what that has cost."""
+        with self._lock:
+            return Cost() if cost is None or cost.used else cost.shared()
 
     def warmed(self, flight: Flight | None, usage: Usage) -> None:
         """What a preload of the flight's result cost: wasted with it, if nobody uses that."""

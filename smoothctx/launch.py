@@ -171,6 +171,7 @@ class Launcher:
             plan = self._plan(key, messages, transform, run, opening, cap, readable)
             done = Flight(plan=plan, tenant=session.tenant, store=None, executor=runtime.executor, clock=runtime.now)
             done.artifact, done.ended, done.from_store = replace(held, warm=False), True, True
+            done.cost = runtime.flights.share(session.cost(key))
             handle = LookaheadHandle(session, transform, run, done, explicit=explicit)
             runtime.flights.started(handle)
             handle.move(HandleState.READY)
