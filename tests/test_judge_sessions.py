@@ -238,7 +238,8 @@ async def test_the_models_verdict_decides() -> None:
 async def test_promise_15_a_judge_that_is_asked_while_the_preload_goes_on_is_counted_once() -> None:
     """Under ``KStepOff`` no commit waits for a preload, so the judge may end before it: counters, events and receipts
     all say what was really spent."""
-    cost, paid = Usage(input_tokens=500, output_tokens=11, calls=1), Usage(input_tokens=1000, output_tokens=100, calls=1)
+    cost = Usage(input_tokens=500, output_tokens=11, calls=1)
+    paid = Usage(input_tokens=1000, output_tokens=100, calls=1)
     model, events = FakeSummarizer(), Events()
     model.usage = paid
     judge = Judge(ModelReply(text=GOOD, usage=cost))
