@@ -54,12 +54,15 @@ class Flights:
         due: float | None,
         usual_s: float | None = None,
         waited_s: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """Add a handle to a flight, and put the flight into the queue if it is new. ``waited_s``: seconds that the one
-        has waited there whose place it takes."""
+        has waited there whose place it takes. False where the flight was given up since it was found: the last handle
+        has left, and what becomes of it is nobody else's."""
         session = handle.session
         with self._lock:
             new, over = flight.work is None, flight.ended
+            if not new and not flight.handles and (not over or flight.artifact is None or flight.reason is not None):
+                return False
             flight.handles.append(handle)
             if new:
                 flight.idle = lambda: self._idle(flight)
@@ -86,11 +89,12 @@ class Flights:
         self.started(handle)
         if new and flight.work is not None:
             self._pool.submit(flight.work)
-            return
+            return True
         if flight.started_at is not None:
             handle.move(HandleState.RUNNING)
         if over:  # it ended on the loop while we joined
             session.ended(handle, flight.reason, flight.error)
+        return True
 
     def started(self, handle: LookaheadHandle) -> None:
         """Count a new handle and say so."""

@@ -197,8 +197,19 @@ class Launcher:
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._preloading.follow(messages)
-        runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s)
-        return handle
+        if runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s):
+            return handle
+        return self.launch(  # the others left it just now: one of its own
+            messages,
+            transform,
+            run,
+            explicit=explicit,
+            preload_kv=preload_kv,
+            due=due,
+            cap=cap,
+            readable=readable,
+            waited_s=waited_s,
+        )
 
     def _plan(
         self,
