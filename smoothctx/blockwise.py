@@ -415,8 +415,9 @@ class Blockwise:
     def _add_cost(self, part: LookaheadHandle, merged: LookaheadHandle) -> None:
         """What the merged summary was made of has cost something too; unless it is another session's as well."""
         flight = part.flight
-        if flight.ended and not flight.accounted and all(other is part for other in flight.handles):
-            flight.accounted = True
+        alone = flight.cost.holders == 1 and all(other is part for other in flight.handles)
+        if flight.ended and not flight.accounted and alone:
+            self._runtime.flights.used(flight)
             merged.flight.usage += flight.usage
 
     def give_up(self, handle: LookaheadHandle) -> None:

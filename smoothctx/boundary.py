@@ -183,7 +183,8 @@ class Boundary:
         other = artifact.key != whole.key  # a candidate, or with a note of pins
         if other:
             self._launcher.save(artifact)  # another process commits what was chosen here
-            if not (handle.flight.accounted or handle.flight.from_store):
+            cost = handle.flight.cost
+            if cost.made and not (handle.flight.accounted or cost.used):
                 conversation.runtime.tally.wasted(losers(whole, artifact, handle.flight.usage))
         self._launcher.name(artifact)
         receipt = conversation.receipt(artifact, how, before, waited, handle.flight.usage, expected)

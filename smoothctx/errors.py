@@ -5,6 +5,7 @@ SmoothctxError
 │   └── PolicyConflict   the session is open with another policy
 ├── MessageError         a message is malformed: names the index and the field
 ├── ClosedError          the runtime or the session was already closed
+│   └── NoSession        the runtime is open, and no session could be had all the same
 ├── HandleError          a handle cannot be committed
 │   ├── HandleNotReady   it is still pending or running (or never came to a result)
 │   └── StaleHandle      its result no longer fits the history it is asked to change
@@ -48,6 +49,10 @@ class MessageError(SmoothctxError, ValueError):
 
 class ClosedError(SmoothctxError, RuntimeError):
     """The runtime or session was closed (or never opened) before this call."""
+
+
+class NoSession(ClosedError):
+    """No session could be had from a runtime that is open; the event ``error`` says why. The turn goes on without."""
 
 
 class HandleError(SmoothctxError, RuntimeError):

@@ -22,7 +22,7 @@ from .states import Reason
 from .store import Store
 from .transforms.base import Rewrite, Transform, TransformRequest, fingerprint
 from .transforms.validators import NotSmaller, validate
-from .usage import Usage
+from .usage import Cost, Usage
 from .view import Artifact, Edit, Replacement, Unit, align
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Flight:
     caller: Caller | None = None
     artifact: Artifact | None = None
     opening: tuple[Any, ...] | None = None
-    usage: Usage = Usage()
+    cost: Cost = field(default_factory=Cost)
     #: of its preloads
     warmed: Usage = Usage()
     #: when it came into the queue, and the seconds that the one has waited there whose place it took
@@ -155,7 +155,7 @@ class Flight:
                 with self._calling() as self.caller:
                     rewrite = await self.executor.execute(plan.transform, request)
             plan.check_unedited()
-            self.usage = spent + rewrite.usage
+            self.usage, self.cost.made = spent + rewrite.usage, True
             self.artifact = self._artifact(request, rewrite)
             if self.save is not None:  # before anybody can commit it: what an index names has to be there
                 self.save(self.artifact)
@@ -221,6 +221,15 @@ class Flight:
     def _spend(self, usage: Usage) -> None:
         """One call's usage as it ends: it counts even if the transform fails afterwards."""
         self.usage = self.usage + usage
+
+    @property
+    def usage(self) -> Usage:
+        """What its result has cost."""
+        return self.cost.usage
+
+    @usage.setter
+    def usage(self, usage: Usage) -> None:
+        self.cost.usage = usage
 
     @property
     def busy_s(self) -> float:

@@ -13,7 +13,7 @@ from .pool import Outcome, TaskPool, Work
 from .states import HandleState, Reason
 from .tally import Tally
 from .transforms.base import Transform
-from .usage import Usage
+from .usage import Cost, Usage
 
 #: seconds after which a lookahead may lose its slot to another one: where its session's usual duration is known,
 #: that many times of it, at least the second; otherwise ``STRAY_S``
@@ -54,12 +54,15 @@ class Flights:
         due: float | None,
         usual_s: float | None = None,
         waited_s: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """Add a handle to a flight, and put the flight into the queue if it is new. ``waited_s``: seconds that the one
-        has waited there whose place it takes."""
+        has waited there whose place it takes. False where the flight was given up since it was found: the last handle
+        has left, and what becomes of it is nobody else's."""
         session = handle.session
         with self._lock:
             new, over = flight.work is None, flight.ended
+            if not new and not flight.handles and (not over or flight.artifact is None or flight.reason is not None):
+                return False
             flight.handles.append(handle)
             if new:
                 flight.idle = lambda: self._idle(flight)
@@ -87,11 +90,12 @@ class Flights:
         self.started(handle)
         if new and flight.work is not None:
             self._pool.submit(flight.work)
-            return
+            return True
         if flight.started_at is not None:
             handle.move(HandleState.RUNNING)
         if over:  # it ended on the loop while we joined
             session.ended(handle, flight.reason, flight.error)
+        return True
 
     def started(self, handle: LookaheadHandle) -> None:
         """Count a new handle and say so."""
@@ -150,9 +154,21 @@ class Flights:
             if flight.accounted:
                 return
             flight.accounted = flight.lost = True
-            warmed = flight.warmed
-        self._tally.wasted(flight.usage)
+            warmed, tokens = flight.warmed, flight.cost.dropped()
+        self._tally.waste(tokens)
         self._tally.wasted(_evaluated(warmed))
+
+    def used(self, flight: Flight) -> None:
+        """Its result is in use: what was spent on it is no waste, or not any more."""
+        with self._lock:
+            flight.accounted = True
+            tokens = flight.cost.settled()
+        self._tally.waste(-tokens)
+
+    def share(self, cost: Cost | None) -> Cost:
+        """For one who finds a result again that was not used yet: what that has cost."""
+        with self._lock:
+            return Cost() if cost is None or cost.used else cost.shared()
 
     def warmed(self, flight: Flight | None, usage: Usage) -> None:
         """What a preload of the flight's result cost: wasted with it, if nobody uses that."""

@@ -86,7 +86,7 @@ class Handles:
         """Its result is in use: it is final, and its tokens were not wasted."""
         handle.move(HandleState.COMMITTED)
         handle.receipt = receipt
-        handle.flight.accounted = True
+        self._conversation.runtime.flights.used(handle.flight)
         if not handle.flight.ended:  # a turn could not wait for its preload: the slow ones teach most
             self._learn(handle)
         self._conversation.runtime.tally.count("committed")

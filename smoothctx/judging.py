@@ -287,11 +287,13 @@ class Judging:
 
     def _spent(self, case: Case, usage: Usage) -> None:
         """What the judge costs is part of what its result cost, as long as that is not settled."""
-        tally = self._conversation.runtime.tally
+        tally, flight = self._conversation.runtime.tally, case.handle.flight
         with self._lock:
             if case.handle.state in FINAL:
                 tally.wasted(usage)
             else:
-                case.handle.flight.usage = case.handle.flight.usage + usage
+                flight.usage = flight.usage + usage
+                if not flight.ended:  # its preload goes on: all of its usage is counted when that is over
+                    return
             tally.spent(usage)
         self._conversation.emit("usage", transform="judge", usage=usage)

@@ -174,6 +174,7 @@ class Launcher:
             plan = self._plan(key, messages, transform, run, opening, cap, readable)
             done = Flight(plan=plan, tenant=session.tenant, store=None, executor=runtime.executor, clock=runtime.now)
             done.artifact, done.ended, done.from_store = replace(held, warm=False), True, True
+            done.cost = runtime.flights.share(session.cost(key))
             handle = LookaheadHandle(session, transform, run, done, explicit=explicit)
             runtime.flights.started(handle)
             handle.move(HandleState.READY)
@@ -199,8 +200,19 @@ class Launcher:
             flight = runtime.flights.claim(flight)
         handle = LookaheadHandle(session, transform, run, flight, explicit=explicit)
         self._preloading.follow(messages)
-        runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s)
-        return handle
+        if runtime.flights.join(flight, handle, due=due, usual_s=session.usual_s, waited_s=waited_s):
+            return handle
+        return self.launch(  # the others left it just now: one of its own
+            messages,
+            transform,
+            run,
+            explicit=explicit,
+            preload_kv=preload_kv,
+            due=due,
+            cap=cap,
+            readable=readable,
+            waited_s=waited_s,
+        )
 
     def _plan(
         self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from .codec import check_codec
-from .errors import ClosedError, ConfigurationError, MessageError, PolicyConflict
+from .errors import ClosedError, ConfigurationError, MessageError, NoSession, PolicyConflict
 from .states import Reason
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ class Lines:
             parent: the session whose sub-agent this is.
 
         Raises:
-            ClosedError: the runtime is not open, or no session could be had (the event ``error`` says why): the turn
-                goes on with the messages that it has.
+            ClosedError: the runtime is not open.
+            NoSession: it is, and no session could be had (the event ``error`` says why): the turn goes on with the
+                messages that it has.
             MessageError: ``messages`` is not a list. A malformed message in it is nobody's business here.
         """
         with self._lock:
@@ -137,11 +138,13 @@ class Lines:
     def _line_of(self, bucket: str, messages: Sequence[Any], owner: str, tenant: str, parent: Session | None) -> _Line:
         try:
             return self._line(bucket, messages, owner, tenant, parent)
-        except (ClosedError, MessageError):
+        except MessageError:
             raise
         except Exception as error:  # nothing of ours stops a turn
+            if isinstance(error, ClosedError) and not self._runtime.is_open:
+                raise
             self._runtime.events.error(error, where="lines", tenant=str(tenant))
-            raise ClosedError(f"no session for {bucket!r}: {type(error).__name__}: {error}") from error
+            raise NoSession(f"no session for {bucket!r}: {type(error).__name__}: {error}") from error
 
     def _line(self, bucket: str, messages: Sequence[Any], owner: str, tenant: str, parent: Session | None) -> _Line:
         if not isinstance(messages, list | tuple):

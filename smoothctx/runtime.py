@@ -203,6 +203,11 @@ class Runtime:
         """Was it closed? (One that was never opened is not.)"""
         return self._closed
 
+    @property
+    def is_open(self) -> bool:
+        """Was it opened, and not closed since?"""
+        return self._open and not self._closed
+
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def session(

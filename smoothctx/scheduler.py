@@ -154,7 +154,8 @@ class Idle:
 class Defer:
     """Admission sent a job back: it waits until ``until``, or until it has been put off for ``max_defer_s``.
 
-    Then it is asked about once more; another ``Defer`` drops it as ``admission_denied``.
+    Then it is asked about once more; another ``Defer`` drops it as ``admission_denied``. A promoted one is neither put
+    off nor dropped: a turn has begun to wait for it since admission answered.
     """
 
     now: float
@@ -364,6 +365,9 @@ def _defer(state: State, event: Defer) -> list[Effect]:
         return []
     since = event.now if job.deferred_at is None else job.deferred_at
     last = since + state.max_defer_s
+    if job.lane is Lane.PROMOTED:  # just now, when admission had already answered for a lookahead
+        state.queue[job.id] = replace(job, deferred_at=since)
+        return []
     if event.now >= last:
         return [Drop(job.id, Reason.ADMISSION_DENIED)]
     state.queue[job.id] = replace(job, deferred_at=since, not_before=min(event.until, last))

@@ -44,6 +44,7 @@ from .transforms.base import Transform
 from .transforms.offload import PAGE, has_stubs
 from .transforms.parallel import ParallelSummarize
 from .trigger import Trigger
+from .usage import Cost
 from .view import Artifact
 
 if TYPE_CHECKING:
@@ -392,9 +393,9 @@ class Session:
         """Give another session what this one holds: its artifacts (which apply where their digests match) and pins."""
         with self._lock:  # one lock at a time: two sessions may fork into each other
             artifacts, committed, pins = dict(self._shelf.artifacts), set(self._shelf.committed), self.pins
-            tasks, archived = self.tasks, self._archive.head
+            costs, tasks, archived = dict(self._shelf.costs), self.tasks, self._archive.head
         with other._lock:
-            other._shelf.take(artifacts, committed)
+            other._shelf.take(artifacts, committed, costs)
             other.pins = (*pins, *(p for p in other.pins if p not in pins))
             other.tasks = other.tasks or tasks
             other._archive.head = other._archive.head or archived
@@ -515,6 +516,10 @@ class Session:
         """An artifact of this key that an earlier lookahead left."""
         return self._shelf.artifacts.get(key)
 
+    def cost(self, key: str) -> Cost | None:
+        """What the artifact of this key that it holds has cost, where that was spent here."""
+        return self._shelf.costs.get(key)
+
     @property
     def prepared(self) -> Mapping[str, Run]:
         """Results that wait for their commit, by key, with their runs."""
@@ -539,7 +544,7 @@ class Session:
             flight = handle.flight
             if reason is None and flight.artifact is not None:
                 if not flight.plan.opening:  # which replaces nothing: nobody else could make anything of it
-                    self._shelf.remember(flight.artifact)
+                    self._shelf.remember(flight.artifact, flight.cost)
                     self._tell_of(handle, flight.artifact)
                 self._handles.ready(handle, flight)
                 if self._rest is not None:

@@ -14,6 +14,7 @@ from .local import LocalRewrites
 from .policy import Salvage
 from .states import Reason
 from .turns import turns_behind
+from .usage import Cost
 from .view import Artifact
 
 #: artifacts held in memory per session, whatever their size
@@ -48,6 +49,8 @@ class Shelf:
         self._local = local
         self._blockwise = blockwise
         self.artifacts: OrderedDict[str, Artifact] = OrderedDict()
+        #: what those that were made here have cost
+        self.costs: dict[str, Cost] = {}
         #: keys of those that were committed, here or elsewhere: only these come back by themselves
         self.committed: set[str] = set()
         #: something came from elsewhere since the last boundary
@@ -57,9 +60,11 @@ class Shelf:
         #: keys of those that came from an earlier process and are no lookahead of this one yet
         self.arrived: set[str] = set()
 
-    def remember(self, artifact: Artifact) -> None:
-        """Hold an artifact, as the one used last."""
+    def remember(self, artifact: Artifact, cost: Cost | None = None) -> None:
+        """Hold an artifact, as the one used last; ``cost``: what was spent on it, where it is new."""
         self.artifacts[artifact.key] = artifact
+        if cost is not None:
+            self.costs[artifact.key] = cost
         self.artifacts.move_to_end(artifact.key)
         self._trim()
 
@@ -100,9 +105,10 @@ class Shelf:
         self.restored = True
         self._trim()
 
-    def take(self, artifacts: dict[str, Artifact], committed: set[str]) -> None:
+    def take(self, artifacts: dict[str, Artifact], committed: set[str], costs: dict[str, Cost]) -> None:
         """Take over what another session of this process holds."""
         self.artifacts.update(artifacts)
+        self.costs.update(costs)
         self.committed |= committed
         self.restored = True
         self._trim()
@@ -110,6 +116,7 @@ class Shelf:
     def forget(self, key: str) -> None:
         """Let go of one."""
         self.artifacts.pop(key, None)
+        self.costs.pop(key, None)
         self.committed.discard(key)
 
     def clear_dead(self) -> None:
@@ -121,6 +128,7 @@ class Shelf:
     def clear(self) -> None:
         """Let go of everything."""
         self.artifacts.clear()
+        self.costs.clear()
         self.prepared.clear()
         self.arrived.clear()
 

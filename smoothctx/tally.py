@@ -34,8 +34,12 @@ class Tally:
 
     def wasted(self, usage: Usage) -> None:
         """What was spent on a result that nobody uses."""
+        self.waste(usage.total_tokens)
+
+    def waste(self, tokens: int) -> None:
+        """So many tokens more are wasted; below 0, so many fewer: their result is used after all."""
         with self._lock:
-            self.counters.wasted_tokens += usage.total_tokens
+            self.counters.wasted_tokens += tokens
 
     def preloaded(self, usage: Usage) -> None:
         """What a preload cost."""

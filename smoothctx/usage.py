@@ -63,8 +63,43 @@ def token_count(value: object) -> int | None:
 
 
 @dataclass(slots=True)
+class Cost:
+    """What one result has cost, held in common by all that may still bring it into a view: it may be found again on a
+    shelf after it was dropped."""
+
+    usage: Usage = Usage()
+    #: it was spent on a result that was made here, not found in a store
+    made: bool = False
+    #: the result is in a view, or has been
+    used: bool = False
+    #: how many may bring it into a view
+    holders: int = 1
+    #: tokens of it that count as wasted
+    wasted: int = 0
+
+    def shared(self) -> Cost:
+        """The same, for one more holder."""
+        self.holders += 1
+        return self
+
+    def dropped(self) -> int:
+        """A holder will not use it: tokens that are wasted by that."""
+        self.holders -= 1
+        if self.used or self.holders > 0:
+            return 0
+        before, self.wasted = self.wasted, self.usage.total_tokens
+        return self.wasted - before
+
+    def settled(self) -> int:
+        """It is in use: tokens that had counted as wasted until now."""
+        before, self.wasted, self.used = self.wasted, 0, True
+        return before
+
+
+@dataclass(slots=True)
 class Counters:
-    """Running totals of a runtime (promise 15). ``stale`` counts every discard by its reason."""
+    """Running totals of a runtime (promise 15). ``stale`` counts every discard by its reason. ``wasted_tokens`` falls
+    where a result that was dropped is used after all."""
 
     started: int = 0
     committed: int = 0

@@ -202,6 +202,24 @@ class FakeSummarizer:
         return answer if self.usage is None else ModelReply(text=answer, usage=self.usage)
 
 
+class Rateless:
+    """An engine with which no session can be opened: to ask it for its rates raises ``error``."""
+
+    context_window = 1000
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def rates(self) -> Any:
+        """None are had."""
+        raise self.error
+
+    async def complete(self, *_: Any, **__: Any) -> Any:
+        """Nothing ever gets this far."""
+        raise self.error
+
+
 class FlakyStore(MemoryStore):
     """A store whose failures can be switched on.
 

@@ -42,6 +42,7 @@ from smoothctx.testing import FakeEngine
 from smoothctx.transforms.model import ModelReply
 from smoothctx.usage import Usage
 from test_judge import action
+from test_promise_05_kstep import Agent, lagging_policy
 from transform_fakes import FakeModel
 
 PATH = "src/app/config_7.py"
@@ -231,6 +232,31 @@ async def test_the_models_verdict_decides() -> None:
         assert verdicts(events) == [True] and judge.answered == 1
         assert [e.data["transform"] for e in events.of("usage")] == ["summarize", "judge"]
         coherent(session, runtime)
+
+
+@virtual
+async def test_promise_15_a_judge_that_is_asked_while_the_preload_goes_on_is_counted_once() -> None:
+    """Under ``KStepOff`` no commit waits for a preload, so the judge may end before it: counters, events and receipts
+    all say what was really spent."""
+    cost = Usage(input_tokens=500, output_tokens=11, calls=1)
+    paid = Usage(input_tokens=1000, output_tokens=100, calls=1)
+    model, events = FakeSummarizer(), Events()
+    model.usage = paid
+    judge = Judge(ModelReply(text=GOOD, usage=cost))
+    engine = FakeEngine(speed=Speed(3.0, 100.0))  # the preload is not over when the result goes in
+    async with make_runtime(on_event=events) as runtime:
+        policy = lagging_policy(model, 2, validators=[TrajectoryJudge(judge, boundaries=5)])
+        session = runtime.session("s", policy=policy, engine=engine)
+        agent = Agent(session)
+        while not session.receipts:
+            assert len(agent.views) < 40
+            await agent.turn()
+        assert judge.answered == 1 and session.receipts[0].usage == paid + cost
+        await session.close()
+        await settle(50)
+        spent = runtime.counters.usage
+        assert spent.calls == model.calls + 1 and spent.total_tokens == 1100 * model.calls + 511
+        assert sum((e.data["usage"] for e in events.of("usage")), Usage()) == spent
 
 
 @virtual

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from helpers import CODEC, Events, FakeSummarizer, chat, make_policy, make_runtime, virtual
+from helpers import CODEC, Events, FakeSummarizer, Rateless, chat, make_policy, make_runtime, virtual
 from smoothctx import ClosedError, ConfigurationError, MessageError, OpenAIMessages, Runtime, Session
+from smoothctx.errors import NoSession
 from smoothctx.lines import MAX_LINES, Lines
 
 
@@ -50,23 +51,36 @@ async def test_a_codec_that_is_none_is_refused_at_construction(codec: Any) -> No
 @pytest.mark.parametrize("name", ["recognises", "share_with"])
 @virtual
 async def test_an_error_inside_is_an_event_and_the_turn_goes_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Whatever breaks inside, a caller sees ``ClosedError``, as from a runtime that is closed."""
+    """Whatever breaks inside, a caller sees ``NoSession``, a ``ClosedError`` as from a runtime that is closed."""
     events = Events()
     async with make_runtime(on_event=events) as runtime:
         lines = Lines(runtime, policy=make_policy(FakeSummarizer()), codec=CODEC)
         with lines.using("b", chat(3)) as session:
             await session.commit(chat(3))
             monkeypatch.setattr(Session, name, lambda *_: 1 / 0)
-            with pytest.raises(ClosedError, match="no session for 'b': ZeroDivisionError"):
+            with pytest.raises(NoSession, match="no session for 'b': ZeroDivisionError"):
                 lines.find("b", chat(4))
-            with pytest.raises(ClosedError), lines.using("b", chat(4)):
+            with pytest.raises(NoSession), lines.using("b", chat(4)):
                 raise AssertionError("there is no session")
         monkeypatch.undo()
         assert [e.data["where"] for e in events.of("error")] == ["lines", "lines"]
         assert lines.find("b", chat(4)) is not None
         with pytest.raises(MessageError):
             lines.find("b", "no list")
-        with pytest.raises(ClosedError):
+        with pytest.raises(NoSession):
             lines.find("c", chat(1), parent="no session")  # type: ignore[arg-type]
-    with pytest.raises(ClosedError):
-        Lines(Runtime(), policy=make_policy(FakeSummarizer())).find("b", chat(1))
+    for never in (runtime, Runtime()):
+        with pytest.raises(ClosedError) as refused:
+            Lines(never, policy=make_policy(FakeSummarizer())).find("b", chat(1))
+        assert not isinstance(refused.value, NoSession)
+
+
+@virtual
+async def test_something_else_that_was_closed_is_no_closed_runtime() -> None:
+    """An engine that was closed says so in the same words; the runtime is open all the same."""
+    events = Events()
+    async with make_runtime(on_event=events) as runtime:
+        lines = Lines(runtime, policy=make_policy(FakeSummarizer()), engine=Rateless(ClosedError("the engine")))
+        with pytest.raises(NoSession, match="the engine"):
+            lines.find("b", chat(1))
+        assert [e.data["where"] for e in events.of("error")] == ["lines"]

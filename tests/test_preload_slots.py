@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,10 @@ from smoothctx import (
     Summarize,
 )
 from smoothctx.economics import Speed
+from smoothctx.engines import OpenAIEngine
 from smoothctx.engines.aligned import GAP_WAIT_S
+from smoothctx.engines.flavours import Capabilities
+from smoothctx.engines.slot_table import SlotTable
 from smoothctx.engines.slots import SlotBinding
 from smoothctx.foreground import Foreground
 from smoothctx.testing.engine import EngineCall
@@ -325,6 +329,28 @@ async def test_a_session_that_was_opened_before_the_probe_gets_its_slot_with_its
         assert other.request_options()["id_slot"] == 1
         await session.close()
         assert isinstance(again := engine.bind("again"), SlotBinding) and again.request_options()["id_slot"] == 0
+
+
+def test_sessions_that_bind_at_the_same_time_share_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that were opened before the probe bind at their next turns, in threads of their own: one table."""
+    engine = OpenAIEngine("http://127.0.0.1:9/v1", "m")
+    engine.capabilities = Capabilities(flavour="llama.cpp", slots=4)
+    bound: list[Any] = []
+
+    class Interrupted(SlotTable):
+        """Another thread binds while it is made, unless it has to wait."""
+
+        def __init__(self, count: int) -> None:
+            if threading.current_thread() is not other:
+                other.start()
+                other.join(0.1)
+            super().__init__(count)
+
+    other = threading.Thread(target=lambda: bound.append(engine.bind("other")))
+    monkeypatch.setattr("smoothctx.engines.client.SlotTable", Interrupted)
+    bound.append(engine.bind("one"))
+    other.join()
+    assert bound[0].table is bound[1].table
 
 
 @virtual

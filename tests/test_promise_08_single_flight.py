@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
 from helpers import (
     FakeSummarizer,
     H,
@@ -148,6 +153,35 @@ async def test_promise_08_the_last_one_to_leave_cancels_the_call() -> None:
         assert again is not None and again.state is HandleState.RUNNING
         model.release.set()
         assert await again.wait() is HandleState.READY
+
+
+@pytest.mark.parametrize("where", ["running", "waiting"])
+@virtual
+async def test_promise_08_who_joins_as_the_last_one_leaves_gets_a_call_of_its_own(where: str) -> None:
+    """Another session closes between the moment when its flight was found and that when it is joined: the flight is
+    cancelled, or has ended already; the one that comes is not cancelled with it."""
+    model, messages = FakeSummarizer(delay=5), chat(12, size=55)
+    async with make_runtime(concurrency=1) as runtime:
+        policy = make_policy(model, model_id="m")
+        first, second = runtime.session("s", policy=policy), runtime.session("t", policy=policy)
+        if where == "waiting":
+            runtime.session("busy", policy=policy).observe(chat(12, size=55, first=500))
+            await settle(1)
+        one = first.observe(messages)
+        await settle(1)
+        preloading = second.serving.preloading
+        follow = preloading.follow
+
+        def followed(latest: Sequence[Any]) -> None:  # between the two, as another thread may be
+            first.close_now(Reason.SESSION_CLOSED)
+            follow(latest)
+
+        preloading.follow = followed  # type: ignore[method-assign]
+        two = second.schedule_transform("summarize", messages)
+        assert await two.wait() is HandleState.READY
+        assert one is not None and one.reason is Reason.SESSION_CLOSED
+        assert summaries(two.commit(messages))
+        assert runtime.counters.stale == {"session_closed": 1}
 
 
 @virtual

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from helpers import (
+    A,
     Events,
     FakeSummarizer,
     H,
@@ -16,6 +17,7 @@ from helpers import (
     make_policy,
     make_runtime,
     settle,
+    summaries,
     virtual,
 )
 from smoothctx import HandleState, KeepRecent, Locality, Policy, Reason, Rewrite, TransformRequest, Usage
@@ -102,6 +104,51 @@ async def test_promise_15_waste_is_counted_once_per_call() -> None:
             coherent(sessions[0], runtime)
         assert runtime.counters.wasted_tokens == wasted
         assert runtime.counters.usage == PAID
+
+
+@virtual
+async def test_promise_15_a_dropped_result_that_is_used_after_all_was_not_wasted() -> None:
+    """A look at an earlier point of the conversation drops what was prepared, and coming back finds it again: as long
+    as nobody uses it, it is waste, once; when it goes in, its receipt has the cost."""
+    messages, model = chat(12, size=55), paid()
+    async with make_runtime() as runtime:
+        session = runtime.session("s", policy=make_policy(model, overrun="raw"))
+        counters = runtime.counters
+        await session.commit(messages)
+        session.observe(messages)
+        await settle(10)
+        for _ in range(2):
+            await session.commit([*messages[:10], H("another question")])
+            assert counters.wasted_tokens == PAID.total_tokens
+            await session.commit(messages)
+        session.observe(messages)
+        await settle(5)
+        assert summaries(await session.commit([*messages, A("x"), H("y")]))
+        (receipt,) = session.receipts
+        assert (receipt.usage, counters.usage, model.calls) == (PAID, PAID, 1)
+        assert counters.wasted_tokens == 0 and counters.stale == {"branch_diverged": 2}
+        coherent(session, runtime)
+    assert counters.wasted_tokens == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@virtual
+async def test_promise_15_what_a_fork_uses_is_not_wasted_by_its_parent(when: str) -> None:
+    """The parent drops its result, before or after the fork commits the same one; the fork's receipt has the cost."""
+    messages = chat(12, size=55)
+    async with make_runtime() as runtime:
+        parent = runtime.session("s", policy=make_policy(paid(), overrun="raw"))
+        parent.observe(messages)
+        await settle(10)
+        fork = parent.fork("t")
+        if when == "before":
+            await parent.close()
+            assert runtime.counters.wasted_tokens == PAID.total_tokens
+        fork.observe(messages)
+        assert summaries(await fork.commit([*messages, A("x"), H("y")]))
+        await parent.close()
+        assert [r.usage for r in fork.receipts] == [PAID] and runtime.counters.wasted_tokens == 0
+    assert runtime.counters.wasted_tokens == 0 and runtime.counters.usage == PAID
 
 
 @virtual

@@ -263,6 +263,19 @@ def test_promotion_ends_a_deferral() -> None:
     assert step(state, Promote(now=1.0, job_id=1)) == [Start(1)]
 
 
+@pytest.mark.parametrize("deferred_s", [0.0, 60.0])
+def test_a_promotion_that_comes_while_admission_is_asked_ends_the_deferral_too(deferred_s: float) -> None:
+    """Admission answered for a lookahead, and a turn has begun to wait for it meanwhile: it is neither put off nor, at
+    the end of all its deferrals, dropped."""
+    state = new(max_defer_s=60.0)
+    submit(state, 1)
+    if deferred_s:
+        step(state, Defer(now=0.0, job_id=1, until=1e9))
+        assert step(state, Tick(now=deferred_s)) == [Start(1)]
+    assert step(state, Promote(now=deferred_s, job_id=1)) == []
+    assert step(state, Defer(now=deferred_s, job_id=1, until=deferred_s + 30.0)) == [Start(1)]
+
+
 def test_a_deferred_job_does_not_overfill_the_queue() -> None:
     """A job that comes back to a full queue is dropped."""
     state = new(max_pending=1)
@@ -603,15 +616,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seconds=st.floats(0, 90))
     def defer(self, data: st.DataObject, seconds: float) -> None:
         job_id = self.some(data, "running")
-        if job_id in self.promoted:  # the pool runs these
-            return
-        self.not_before[job_id] = self.now + seconds
         del self.started_at[job_id]
         for _, seen in self.passed.values():  # it was sent back: it went before nobody
             seen.discard(self.jobs[job_id].tenant)
         running_since = (self.state.running | self.state.strays)[job_id].deferred_at
         self.ended(job_id, "waiting")
-        self.not_before[job_id] = min(self.now + seconds, (running_since or self.now) + 60.0)
+        until = min(self.now + seconds, (running_since or self.now) + 60.0)
+        self.not_before[job_id] = -math.inf if job_id in self.promoted else until
         self.send(Defer(now=self.now, job_id=job_id, until=self.now + seconds))
 
     @precondition(lambda self: self.any_in("waiting", "running"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -112,6 +113,7 @@ class OpenAIEngine(Server):
         self._cap = _CAP
         self._streams: set[Stream] = set()  # answers that come in now
         self._table: SlotTable | None = None
+        self._binding = threading.Lock()
 
     @property
     def identity(self) -> str:
@@ -282,8 +284,9 @@ class OpenAIEngine(Server):
         known = self.capabilities
         if known is None or not known.slotted:
             return Binding(self, session_id, preloader=self.preloader())
-        if self._table is None:
-            self._table = SlotTable(known.slots)
+        with self._binding:  # sessions bind in threads of their own, and two tables would hand out the same slots
+            if self._table is None:
+                self._table = SlotTable(known.slots)
         return SlotBinding(self, self._table, session_id, preloader=self.preloader())
 
     def preloader(self) -> Preloader:

@@ -87,7 +87,7 @@ def agent(
     model: Model, runtime: Runtime | None, policy: Policy | None, *, name: str = "assistant", **options: Any
 ) -> Any:
     """A real agent, with lookahead if there is a runtime."""
-    extra = {k: options.pop(k) for k in ("tenant", "report_usage") if k in options}
+    extra = {k: options.pop(k) for k in ("tenant", "report_usage", "engine") if k in options}
     middleware = [Middleware(LookaheadMiddleware, runtime=runtime, policy=policy, **extra)] if runtime else []
     options = {"tools": [look_up], **options, "middleware": [*middleware, *options.get("middleware", ())]}
     return Agent(name, "You are an agent.", config=model, **options)

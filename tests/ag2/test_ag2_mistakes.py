@@ -11,7 +11,7 @@ from ag2.testing import TestConfig
 from streams import FILLER, Model, agent, call, converse, faults, look_up, rendered, small, summarised
 
 from ag2 import Agent, MemoryStream, Middleware, tool
-from helpers import Events, FakeSummarizer, make_runtime, virtual
+from helpers import Events, FakeSummarizer, Rateless, make_runtime, virtual
 from smoothctx import ClosedError, ConfigurationError, Offload, Policy
 from smoothctx_autogen.ag2 import ConfigModel, LookaheadMiddleware, forget, restore, saved, sessions
 
@@ -82,6 +82,17 @@ async def test_a_runtime_that_was_never_opened_is_the_callers_mistake() -> None:
     async with runtime:
         await converse(one, 3)
     assert len(model.requests) == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no rates"), ClosedError("it was closed")], ids=repr)
+@virtual
+async def test_an_engine_that_no_session_can_be_had_with_leaves_the_agent_as_it_was(error: Exception) -> None:
+    """It is no runtime that was never opened, whatever the engine raises: the turns go on, and events tell of it."""
+    events, model = Events(), Model()
+    async with make_runtime(on_event=events) as runtime:
+        await converse(agent(model, runtime, small(FakeSummarizer()), engine=Rateless(error)), 3)
+    assert len(model.requests) == 3
+    assert [e.data["where"] for e in events.of("error")] == ["lines"] * 3 and not events.of("turn.raw")
 
 
 @pytest.mark.parametrize(

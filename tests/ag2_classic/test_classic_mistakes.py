@@ -8,7 +8,7 @@ import pytest
 from autogen import ConversableAgent
 from chats import HeldModel, Message, assistant, settle, small, summarised, texts, user
 
-from helpers import Events, problems
+from helpers import Events, Rateless, problems
 from smoothctx import ClosedError, ConfigurationError, Offload, Policy, Runtime
 from smoothctx_autogen.ag2_classic import WrapperModel, attach
 
@@ -91,6 +91,18 @@ def test_a_runtime_that_was_never_opened_is_the_callers_mistake() -> None:
         with pytest.raises(ClosedError, match=r"Runtime\.in_thread"):
             user(1).send("<0> question", agent, request_reply=True, silent=True)
     assert requests == [] and events == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no rates"), ClosedError("it was closed")], ids=repr)
+def test_an_engine_that_no_session_can_be_had_with_leaves_the_agent_as_it_was(error: Exception) -> None:
+    """It is no runtime that was never opened, whatever the engine raises: the replies go on, and events tell of it."""
+    events = Events()
+    agent, requests = assistant(lambda m: "answer")
+    with Runtime.in_thread(on_event=events) as runtime:
+        attach(agent, runtime, small(HeldModel()), engine=Rateless(error))
+        user(1).send("<0> question", agent, request_reply=True, silent=True)
+    assert len(requests) == 1
+    assert [e.data["where"] for e in events.of("error")] == ["lines"] and not events.of("turn.raw")
 
 
 @pytest.mark.parametrize("how", ["max_message_tokens", "offload"])

@@ -34,8 +34,8 @@ from agent_framework_fakes import (
     user,
 )
 from driving import small_policy
-from helpers import Events, FakeSummarizer, FlakyStore, fill, make_runtime, now, settle, virtual
-from smoothctx import KeepRecent, Policy, Runtime, Summarize, Usage
+from helpers import Events, FakeSummarizer, FlakyStore, Rateless, fill, make_runtime, now, settle, virtual
+from smoothctx import ClosedError, KeepRecent, Policy, Runtime, Summarize, Usage
 from smoothctx_autogen.agent_framework import ChatClientModel, LookaheadMiddleware
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -172,6 +172,21 @@ async def test_a_runtime_that_is_closed_leaves_the_agent_as_it_was(caplog: pytes
     assert event.data["where"] == "agent_framework" and "raw messages" in event.data["why"]
     assert [(r.name, r.levelname) for r in caplog.records] == [("smoothctx.agent_framework", "WARNING")]
     assert not events.of("error")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no rates"), ClosedError("it was closed")], ids=repr)
+@virtual
+async def test_an_engine_that_no_session_can_be_had_with_leaves_the_agent_as_it_was(error: Exception) -> None:
+    """It is no runtime that was never opened, whatever the engine raises: the runs go on, and events tell of it."""
+    client, events = replies(), Events()
+    async with make_runtime(on_event=events) as runtime:
+        ours = LookaheadMiddleware(runtime, small_policy(FakeSummarizer()), engine=Rateless(error))
+        agent = agent_of(client, ours)
+        session = agent.create_session()
+        for k in range(3):
+            await ask(agent, f"question {k}", session)
+    assert [len(r) for r in client.requests] == [1, 3, 5]
+    assert [e.data["where"] for e in events.of("error")] == ["lines"] * 3 and not events.of("turn.raw")
 
 
 @virtual

@@ -13,7 +13,7 @@ from autogen_core.model_context import BufferedChatCompletionContext, UnboundedC
 from autogen_core.models import LLMMessage, UserMessage
 
 from autogen_helpers import CODEC, A, Client, H, Summarizer, T, chat, marks, options, problems, summaries
-from helpers import Events, make_runtime, same_objects, settle, virtual
+from helpers import Events, Rateless, make_runtime, same_objects, settle, virtual
 from smoothctx import ClosedError, ConfigurationError, HandleState, KeepRecent, Policy, Runtime
 from smoothctx_autogen import LookaheadChatCompletionContext, LookaheadOptions
 
@@ -282,6 +282,21 @@ async def test_a_runtime_that_was_closed_leaves_the_raw_messages(caplog: pytest.
     assert not events.of("error")
     with pytest.raises(ClosedError):
         _ = context.session
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no rates"), ClosedError("it was closed")], ids=repr)
+@virtual
+async def test_an_engine_that_no_session_can_be_had_with_leaves_the_raw_messages(error: Exception) -> None:
+    """It is no runtime that was never opened, whatever the engine raises: the turns go on, and events tell of it."""
+    events = Events()
+    async with make_runtime(on_event=events) as runtime:
+        context = LookaheadChatCompletionContext(
+            Summarizer(), options=options(), runtime=runtime, engine=Rateless(error)
+        )
+        await add(context, messages := chat(3))
+        assert same_objects(await context.get_messages(), messages)
+    assert {str(e.data["error"]) for e in events.of("error")} == {f"{type(error).__name__}: {error}"}
+    assert not events.of("turn.raw")
 
 
 @virtual

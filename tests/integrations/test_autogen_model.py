@@ -222,6 +222,27 @@ def test_calls_go_back_to_the_agents_loop() -> None:
         asyncio.run(main())
 
 
+def test_a_look_at_the_session_where_no_loop_runs_leaves_the_calls_on_the_agents_loop() -> None:
+    """Receipts are read between two requests, or in another thread; a call that begins afterwards still goes back."""
+    client = Summarizer()
+    with Runtime.in_thread() as runtime:
+
+        async def main() -> None:
+            context = LookaheadChatCompletionContext(client, options=options(), runtime=runtime)
+            looked, loop = threading.Event(), runtime._loop
+            assert context.session.lookahead is None and loop is not None
+            loop.call_soon_threadsafe(looked.wait, 60)  # nothing begins before the look
+            for message in chat(3):
+                await context.add_message(message)
+            handle = await asyncio.to_thread(lambda: context.session.lookahead)
+            looked.set()
+            assert handle is not None
+            await handle.wait(60)
+            assert client.loops == [asyncio.get_running_loop()]
+
+        asyncio.run(main())
+
+
 def test_a_wait_at_the_hard_limit_does_not_block_the_agents_loop() -> None:
     """The promoted call runs on the loop whose turn waits for it."""
     client = Summarizer()

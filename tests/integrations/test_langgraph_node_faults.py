@@ -26,7 +26,8 @@ from graphs import (
     policy_of,
     summaries,
 )
-from smoothctx import Event, Runtime
+from helpers import Rateless
+from smoothctx import ClosedError, Event, Runtime
 from smoothctx_langgraph.node import lookahead_node
 
 try:
@@ -99,6 +100,17 @@ async def test_an_error_in_finding_the_view_means_raw_messages(monkeypatch: pyte
         assert len([e for e in events if "ours" in str(e.data)]) == 3
         await converse(graph, runtime, on("t"), range(8, 11))
         assert summaries(chat.last)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no rates"), ClosedError("it was closed")], ids=repr)
+async def test_an_engine_that_no_session_can_be_had_with_means_raw_messages(error: Exception) -> None:
+    """It is no runtime that was never opened, whatever the engine raises: the turns go on, and events tell of it."""
+    events, chat = Events(), Chat()
+    async with Runtime(on_event=events) as runtime:
+        node = lookahead_node(runtime, policy_of(), engine=Rateless(error))
+        await converse(chat_graph(model_node(chat, node), checkpointer=InMemorySaver()), runtime, on("t"), range(3))
+        assert len(chat.last) == 5
+    assert [e.data["where"] for e in events.of("error")] == ["lines"] * 3 and not events.of("turn.raw")
 
 
 async def test_an_error_behind_the_node_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> None:

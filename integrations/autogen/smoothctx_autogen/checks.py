@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from smoothctx.errors import ClosedError, ConfigurationError, MessageError
+from smoothctx.errors import ClosedError, ConfigurationError, MessageError, NoSession
 from smoothctx.policy import Policy
 from smoothctx.request import check_request as check_request
 from smoothctx.runtime import Runtime
@@ -84,11 +84,17 @@ class RawTurns:
         self._lock = threading.Lock()
 
     def refused(self, error: ClosedError, runtime: Runtime) -> None:
-        """Of a runtime that was closed it is said once: an event ``turn.raw`` and a warning. The turns go on.
+        """The turns go on, whatever stands in the way of a session. Of a runtime that was closed it is said once: an
+        event ``turn.raw`` and a warning.
 
         Raises:
             ClosedError: it was never opened, which is a mistake of the caller's.
         """
+        if isinstance(error, NoSession):
+            return  # the event ``error`` has said why
+        if runtime.is_open:  # something else was closed, such as an engine
+            runtime.events.error(error, where=self._where)
+            return
         if not runtime.closed:
             raise error
         with self._lock:

@@ -209,8 +209,11 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
     # -- the session ---------------------------------------------------------------------------------------------
 
     def _begin(self, where: str) -> Session | None:
-        """The session; ``None`` where there can be none, and the raw messages do."""
+        """The session, as the agent's turn needs it, on the agent's loop; ``None`` where there can be none, and the raw
+        messages do."""
         try:
+            if self._model is not None and not self._own_client:
+                self._model.home = asyncio.get_running_loop()  # what only looks at the session may run anywhere
             return self._open()
         except ClosedError as error:
             runtime = self._runtime or default_runtime()
@@ -223,8 +226,6 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
         return None
 
     def _open(self) -> Session:
-        if self._model is not None and not self._own_client:
-            self._model.home = _running_loop()
         session = self._session
         if session is not None and not session.closed:
             return session
@@ -266,13 +267,6 @@ class LookaheadChatCompletionContext(ChatCompletionContext, Component[LookaheadC
             runtime.events.error(error, where=f"autogen.{where}", tenant=self._tenant)
         except Exception:  # not even a thread could be started
             warn("autogen", f"{where}: {error}")
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _component(component: ComponentModel) -> ComponentModel:

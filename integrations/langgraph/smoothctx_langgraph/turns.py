@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.messages import BaseMessage
 
 from smoothctx import ClosedError, Policy, Runtime, Session
+from smoothctx.errors import NoSession
 from smoothctx.lines import Lines
 
 from .asked import Asked
@@ -235,6 +236,8 @@ class Turns:
             parent = _parent(runtime, where, tenant)
             using = self._lines.using(bucket, messages, owner=where.owner, tenant=tenant, parent=parent)
             session = stack.enter_context(using)
+        except NoSession:
+            return None  # the event ``error`` has said why
         except ClosedError:
             if not runtime.closed:
                 raise  # it was never opened: a mistake of the caller's, in the caller's words
