@@ -71,8 +71,8 @@ class Policy:
         max_message_tokens: a single tool result above this is offloaded on entry.
         preload_kv: ``True``, ``False`` or ``"auto"``: on for servers of one's own, off for paid APIs.
         validators: more checks on a result before it may be used.
-        token_counter: ``callable(list of messages) -> int``, additive; by default the provider's reported
-            usage where the codec finds it, else an estimate that errs high.
+        token_counter: ``callable(list of messages) -> int``, additive; by default the usage that the provider reported
+            with the reply to the last view, where the codec finds it, else an estimate that errs high.
 
     Sizes are ``("fraction" | "tokens" | "messages", n)``.
 
