@@ -271,12 +271,8 @@ async def test_messages_that_a_send_carries_are_not_the_states() -> None:
 
 @pytest.mark.parametrize("how", ["edit", "remove", "clear", "overwrite"])
 async def test_a_node_that_changes_what_would_be_replaced_goes_first(how: str) -> None:
-    """Where the node itself says what becomes of these messages, its word counts; the next turns go on from there.
-
-    It names messages that the view does not show: in the view ``q0`` is the summary.
-    """
+    """Where the node itself says what becomes of these messages, its word counts; the next turns go on from there."""
     chat, done = Chat(), []
-    changed = 1002 if how == "remove" else 1000
 
     def changes(messages: list[Any], reply: Any) -> Any:
         if not summaries(messages) or done:
@@ -285,7 +281,7 @@ async def test_a_node_that_changes_what_would_be_replaced_goes_first(how: str) -
         anew = HumanMessage(fill("<901> anew", 60), id="anew")
         return {
             "edit": {"messages": [HumanMessage(fill("<900> edited", 60), id="q0"), reply]},
-            "remove": {"messages": [RemoveMessage("q1"), reply]},
+            "remove": {"messages": [RemoveMessage("q0"), reply]},
             "clear": {"messages": [RemoveMessage("__remove_all__"), anew, reply]},
             "overwrite": {"messages": Overwrite([anew, reply])},
         }[how]
@@ -299,14 +295,14 @@ async def test_a_node_that_changes_what_would_be_replaced_goes_first(how: str) -
             state = await graph.ainvoke({"messages": [ask(500 + k, id=f"q{k}")]}, on("t"))
             held = marks(state["messages"])
             if first and done:
-                assert changed not in held and not summaries(state["messages"])
+                assert 1000 not in held and not summaries(state["messages"])
                 if how in ("edit", "remove"):
-                    assert before - {changed} <= held and (900 in held) == (how == "edit")
+                    assert before - {1000} <= held and (900 in held) == (how == "edit")
                 else:
                     assert 901 in held and not before & held, "only what the node put there"
             before = held
             await idle(runtime)
-        assert done and summaries(state["messages"]) and changed not in marks(state["messages"])
+        assert done and summaries(state["messages"]) and 1000 not in marks(state["messages"])
         assert ({"edit": 900}.get(how, 901) in before) or how == "remove"
 
 

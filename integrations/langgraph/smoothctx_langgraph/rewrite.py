@@ -3,8 +3,8 @@
 Pure functions. LangGraph's reducers know messages by their ids: a message with a known id takes that one's place, a
 ``RemoveMessage`` takes it out. So a rewritten run keeps its place when its first messages are replaced under their
 own ids and the others removed: appends of parallel nodes stay, and the ids are known to the token stream, which
-shows none of it. In a view our messages have the ids under which they would be written, so that a node may refer to
-them; what it then says of one of ours is said of all that this one stands for.
+shows none of it. In a view our messages have ids of their own, so that a node may refer to them; what it then says of
+one of ours is said of all that this one stands for.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def fill(messages: Sequence[BaseMessage], where: Iterable[Gap]) -> list[BaseMess
 def own(messages: Sequence[BaseMessage], where: Iterable[Gap]) -> tuple[Gap, ...]:
     """The same gaps with messages of their own: whoever edits those in place edits nothing that we keep.
 
-    A message that stands for the one whose id it has gets a gap to itself. The others are marked, and get the ids of
-    the first messages that they stand for: every message in LangGraph has an id, and ours keep theirs as they grow.
+    A message that stands for the one whose id it has gets a gap to itself. The others are marked, and get ids by the
+    first messages that they stand for: every message in LangGraph has one, and ours keep theirs as they grow.
     """
     ids = any(m.id for m in messages)
     return tuple(_named(messages, part, ids) for gap in where for part in _parts(messages, gap))
@@ -99,8 +99,9 @@ def _named(messages: Sequence[BaseMessage], part: Gap, ids: bool) -> Gap:
     slots = [m.id for m in messages[part.start : part.end]]
     if [m.id for m in part.put] == slots and all(slots):
         return replace(part, put=tuple(map(copy.copy, part.put)))
-    if ids:  # none of ours may go without; where they run out, one that no message has
+    if ids:  # none of ours may go without, nor have that of a message: whoever removes one removes what it stands for
         before = messages[part.start - 1].id if part.start else ""
+        slots = [slot and f"{MARK}:{slot}" for slot in slots]
         slots += [f"{MARK}:{before}:{k}" for k in range(len(slots), len(part.put))]
     put: list[BaseMessage] = []
     for k, message in enumerate(part.put):
