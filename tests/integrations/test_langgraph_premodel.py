@@ -187,6 +187,42 @@ async def test_state_mode_falls_back_where_the_reducer_does_not_shrink() -> None
         assert "state.kept" in events.names()
 
 
+class Replaced(TypedDict):
+    """A list without a reducer: what a node writes takes its place."""
+
+    messages: list[AnyMessage]
+
+
+class ReplacedWithView(Replaced, ViewState):
+    """The same, with the channels of a pre-model node."""
+
+
+@pytest.mark.parametrize("state", [Replaced, ReplacedWithView])
+@pytest.mark.parametrize("mode", ["view", "state"])
+async def test_a_list_without_a_reducer_keeps_every_message(mode: str, state: Any) -> None:
+    """Where there is nothing to commit nothing is written; where there is, it cannot be, and the view is used."""
+    events = Events()
+    async with Runtime(on_event=events) as runtime:
+        model = talker()
+
+        async def call_model(state: Any) -> dict[str, Any]:
+            return {"messages": [*state["messages"], await model.ainvoke(model_input(state))]}
+
+        builder = StateGraph(state, input_schema=Replaced, output_schema=Replaced)
+        builder.add_node("prepare", premodel_node(runtime, policy_of(), mode=mode))
+        builder.add_node("model", call_model)
+        builder.add_edge(START, "prepare")
+        builder.add_edge("prepare", "model")
+        graph: Any = builder.compile(checkpointer=InMemorySaver())
+        held: list[Any] = []
+        for k in range(10):
+            held = (await graph.ainvoke({"messages": [*held, ask(k, id=f"q{k}")]}, on("t")))["messages"]
+            assert marks(held) == set(range(2 * k + 2)) and marks(model.sent[-1]) == set(range(2 * k + 1))
+            await idle(runtime)
+        assert len(held) == 20 and bool(covered(model.sent[-1])) == (state is ReplacedWithView)
+        assert ("state.kept" in events.names()) == (mode == "state")
+
+
 async def test_no_turn_awaits_the_summariser() -> None:
     """Fifteen turns end while the summariser hangs."""
     summariser = FakeSummarizer("hang")

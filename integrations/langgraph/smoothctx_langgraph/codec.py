@@ -275,7 +275,10 @@ class LangChainMessages:
 
 
 def mark_of(message: Any) -> str | None:
-    """What we made this message as (``"summary"``, ``"note"``, ``"stub"``), ``None`` where it is not ours."""
+    """What we made this message as (``"summary"``, ``"note"``, ``"stub"``), ``None`` where it is not ours.
+
+    ``"other"``: it stands in a view for what a transform of the user's own replaced.
+    """
     kwargs = getattr(message, "additional_kwargs", None)
     mark = kwargs.get(MARK) if isinstance(kwargs, dict) else None
     kind = mark.get("kind") if isinstance(mark, dict) else None

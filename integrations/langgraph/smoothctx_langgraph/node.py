@@ -225,7 +225,7 @@ class _Lookahead:
     def end(self, run: _Run, turn: Turn, result: Any) -> Any:
         """What the node returned, as it goes into the state."""
         try:
-            kept = map_messages(result, self._key, lambda found: raw(found, run.messages, turn.view, turn.gaps))
+            kept = map_messages(result, self._key, lambda found: self._raw(run, turn, found))
             turn.reply = added(kept, self._key, run.messages)
             if self._rewrites and turn.gaps:
                 done = self._rewritten(run, turn, result)
@@ -236,6 +236,9 @@ class _Lookahead:
         except Exception as error:  # ours: the node's own were raised before
             self.turns.runtime.events.error(error, where="node")
             return result
+
+    def _raw(self, run: _Run, turn: Turn, found: list[Any]) -> list[Any]:
+        return raw(found, run.messages, turn.view, turn.gaps, self.turns.codec.without_thinking)
 
     def _remembering(self, run: _Run, turn: Turn, result: Any) -> Any:
         """The node's update, with what is committed beside it where that changed."""

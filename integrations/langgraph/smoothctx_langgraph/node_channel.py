@@ -46,7 +46,7 @@ def takes(where: Identity, key: str, writes: Sequence[BaseMessage], view: Sequen
         return f"the state has no channel {key!r} that could be read"
     tried = channel.copy()
     try:
-        tried.update([list(writes)])
+        tried.update([list(writes), []])  # with one more write, since others may write in the same step
         value = tried.get()
     except EmptyChannelError:
         return "the channel is empty"

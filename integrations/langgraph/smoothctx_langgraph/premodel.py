@@ -75,8 +75,8 @@ def premodel_node(
     def update(messages: Sequence[BaseMessage], turn: Turn) -> dict[str, Any]:
         if mode == "state":
             writes = writes_of(turns, messages, turn, messages_key)
-            if writes is not None:
-                return {messages_key: writes, VIEW_KEY: []}
+            if writes is not None:  # an empty list would be the whole of a channel without a reducer
+                return {messages_key: writes, VIEW_KEY: []} if writes else {VIEW_KEY: []}
         out: dict[str, Any] = {VIEW_KEY: known_by_id(turn.view, messages)}
         if turn.saved is not None:
             out[SAVED_KEY] = {name: turn.saved}

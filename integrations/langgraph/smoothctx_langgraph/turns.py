@@ -272,7 +272,7 @@ class Turns:
     ) -> None:
         """Put the view into the turn. Whatever goes wrong here, the node sees its messages."""
         try:
-            turn.gaps = own(gaps(messages, view))
+            turn.gaps = own(messages, gaps(messages, view))
             turn.view = fill(messages, turn.gaps)
             if saved is not None and turn.session is not None:
                 texts = self._texts(turn.session)
