@@ -239,6 +239,7 @@ class Boundary:
         if restored:  # of an earlier process, or of the session it forked from
             self._shelf.salvage(messages, branch.tokens, late=True)
             branch.recalibrate()
+        branch.presume()
         if conversation.policy.max_message_tokens is not None:
             self._offload_entries(messages, conversation.policy.max_message_tokens)
         known, self._known = min(self._known, len(branch.history)), len(branch.history)

@@ -282,13 +282,22 @@ class Branch:
 
     def recalibrate(self) -> None:
         """Replacements of an earlier process came into the view: the last report was of the view with them, or of
-        the one without; by its size."""
-        if self.history.reported is None:
+        the one without; by its size. A reply to a view of ours has told more than that."""
+        if self.history.reported is None or self.history.answered is not None:
             return
         covered, used = self.history.reported
         raw = self.history.tokens[covered]
         if abs(used - self._own(covered)) < abs(used - raw):
             self._calibrate(self.history.reported)
+
+    def presume(self) -> None:
+        """No view was answered yet: the last report is taken for this agent's, where it is of more than we count
+        (tools) and something came behind it. Another agent's is mostly the last message when this one is called."""
+        if self.history.reported is None or self.history.answered is not None or self.edits:
+            return
+        covered, used = self.history.reported
+        if covered < len(self.history):
+            self._offset = max(0, used - self.history.tokens[covered])
 
     def _own(self, covered: int) -> int:
         """Our count of the view of the first ``covered`` messages."""

@@ -45,6 +45,8 @@ UNREADABLE = "error: the offloaded content cannot be read right now"
 LOOK_S = 1.0
 #: seconds that reading what another process left may take in the background
 RECOVERY_S = 300.0
+#: artifacts in a row that could not be read, after which the others are not tried
+LOST_READS = 3
 #: artifacts that a session's index in the store names: as many as its shelf holds
 INDEX_SIZE = 64
 
@@ -73,6 +75,8 @@ class Launcher:
         self._index: list[str] = []
         self._index_known = False  # it has been read: what is written of it from now on loses nothing
         self._unwritten = False  # something waits for that
+        self._unread: list[str] = []  # keys that it names, and of those that were ready the runs
+        self._ready: dict[str, Run] = {}
         self._asked = self._recovering = False  # for what the store holds: ever, now
 
     # -- building work -------------------------------------------------------------------------------------------
@@ -312,7 +316,8 @@ class Launcher:
 
     def recover_later(self) -> None:
         """:meth:`recovered` in the background, for a turn that may not wait (any longer)."""
-        if not self._runtime.shares_artifacts or self._index_known or self._recovering:
+        known = self._index_known and not self._unread
+        if not self._runtime.shares_artifacts or known or self._recovering:
             return
         self._asked = self._recovering = True
 
@@ -333,21 +338,46 @@ class Launcher:
 
     async def _load_index(self) -> None:
         session, store = self._session, self._runtime.store
-        data = await store.get(session.tenant, f"index/{session.id}")
+        if not self._index_known:
+            self._read_index(await store.get(session.tenant, f"index/{session.id}"))
+        failed = 0
+        while self._unread:  # what an attempt without enough time has left
+            key = self._unread[0]
+            try:
+                found = await store.get(session.tenant, f"artifact/{key}")
+            except Exception as error:  # it may be there another time: it stays in the index
+                self._store_error(error)
+                failed += 1
+                if failed >= LOST_READS:
+                    return
+            else:
+                failed = 0
+                self._found(found, self._ready.pop(key, None))
+            if self._unread[:1] == [key]:
+                del self._unread[0]
+
+    def _found(self, data: bytes | None, run: Run | None) -> None:
+        if data is not None:
+            try:
+                self._session.adopt(load_artifact(self._session.codec, data), run)
+            except StoreError as error:
+                self._store_error(error)
+
+    def _read_index(self, data: bytes | None) -> None:
+        """From now on what is written of it loses nothing."""
+        if self._index_known:  # another attempt was faster
+            return
         try:
             entries = [] if data is None else list(json.loads(data))
         except (ValueError, TypeError) as error:  # nothing can be made of it any more
             self._store_error(error)
             entries = []
         keys = [k for k in entries if isinstance(k, str)][-INDEX_SIZE:]
-        ready = dict(filter(None, map(_prepared, entries)))
-        for key in [*reversed(ready), *reversed(keys)]:  # the latest reach furthest: first, in case time runs out
-            found = await store.get(session.tenant, f"artifact/{key}")
-            if found is not None:
-                try:
-                    session.adopt(load_artifact(session.codec, found), ready.get(key))
-                except StoreError as error:
-                    self._store_error(error)
+        self._ready = dict(filter(None, map(_prepared, entries)))
+        self._unread = [
+            *reversed(self._ready),
+            *reversed(keys),
+        ]  # the latest reach furthest: first, in case time runs out
         self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
         self._index_known = True
         if self._unwritten:
@@ -370,6 +400,7 @@ class Launcher:
         if not artifact.durable:
             return
         self._index = [*(k for k in self._index if k != artifact.key), artifact.key][-INDEX_SIZE:]
+        self._asked = True
         self.tell()
 
     def tell(self) -> None:
@@ -384,7 +415,8 @@ class Launcher:
     def _write_index(self) -> None:
         """Keys of what is committed, and of what is ready to be: those with start, end and what is kept inside."""
         session = self._session
-        ready = [[key, run.start, run.end, sorted(run.kept)] for key, run in session.prepared.items()]
+        runs = {**self._ready, **session.prepared}
+        ready = [[key, run.start, run.end, sorted(run.kept)] for key, run in runs.items() if key not in self._index]
         self._runtime.write(session.tenant, f"index/{session.id}", json.dumps([*ready, *self._index]).encode())
 
     def _store_error(self, error: Exception) -> None:

@@ -17,6 +17,7 @@ from helpers import (
     A,
     Events,
     FakeSummarizer,
+    FlakyStore,
     H,
     Message,
     S,
@@ -101,6 +102,50 @@ async def test_promise_06_usage_of_an_earlier_session_is_not_of_the_raw_history(
             messages.append({**A("an answer"), "usage": {"prompt_tokens": used, "completion_tokens": 9}})
             session.observe(messages)
             assert session.branch.scale == pytest.approx(0.5, abs=0.05), "this one was to our view"
+
+
+@virtual
+async def test_b99_a_process_for_each_turn_counts_the_tools_too() -> None:
+    """No view of its own was answered: the last report is its agent's, and what it has more is not in the messages."""
+    messages, over = [S()], [False]
+    for k in range(24):
+        messages.append(H(f"<{k}>", size=100))
+        async with make_runtime() as runtime:
+            session = runtime.session("s", policy=make_policy(fast(), window=10_000))
+            view = await session.commit(messages)
+            used = sum(map(CODEC.estimate, view)) + 6_000
+            over.append(used > 8_500)
+            assert not all(over[-2:]), "but for the turn after one whose view was cut, of which nothing was kept"
+            messages.append({**A(f"<{k}>", size=100), "usage": {"prompt_tokens": used, "completion_tokens": 104}})
+            session.observe(messages)
+    assert sum(over) and len(messages) > 40
+
+
+@virtual
+async def test_promise_05_what_an_earlier_process_left_is_weighed_by_our_own_replies() -> None:
+    """It is read after a first turn whose reply told the raw view's size: that is no report of the view with it."""
+    store, messages = FlakyStore(), chat(50, size=100)
+    async with make_runtime(store=store) as runtime:
+        policy = make_policy(fast(), model_id="m", window=100_000, trigger=("tokens", 4000), keep=20)
+        session = runtime.session("s", policy=policy)
+        await session.commit(messages)
+        await settle(5)
+        assert summaries(await session.commit(messages))
+        await settle(5)
+    store.mode, store.delay = "slow", 0.05
+    async with make_runtime(store=store) as runtime:
+        policy = make_policy(FakeSummarizer("hang"), model_id="m", window=13_000, keep=20, max_wait=3)
+        session = runtime.session("s", policy=policy)
+        messages.append(H("next"))
+        view = await session.commit(messages)
+        used = int(0.45 * sum(map(CODEC.estimate, view)))
+        messages.append({**A("ok"), "usage": {"prompt_tokens": used, "completion_tokens": 2}})
+        session.observe(messages)
+        await settle(1)
+        messages.append(H("again", size=7000))
+        view = await session.commit(messages)
+        assert summaries(view) and [(r.how, r.waited_s) for r in session.receipts] == [("salvaged", 0.0)]
+        assert session.branch.tokens == pytest.approx(0.45 * sum(map(CODEC.estimate, view)), rel=0.05)
 
 
 @virtual

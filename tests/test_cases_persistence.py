@@ -294,6 +294,51 @@ async def test_b70_what_a_slow_store_holds_is_used_as_soon_as_it_was_read(delay:
 
 
 @virtual
+async def test_what_was_committed_by_its_handle_alone_is_found_by_the_next_process() -> None:
+    """A caller that schedules and commits by itself, and never asks for a view."""
+    store, messages = FlakyStore(), thirty()
+    async with make_runtime(store=store) as runtime:
+        session = runtime.session("s", policy=make_policy(fast(), model_id="m"))
+        handle = session.schedule_transform("summarize", messages)
+        await handle.wait()
+        assert summaries(handle.commit(messages))
+        await settle(1)
+    async with make_runtime(store=store) as runtime:
+        session = runtime.session("s", policy=make_policy(FakeSummarizer("fail"), model_id="m"))
+        assert summaries(await session.commit(reloaded(messages)))
+
+
+@virtual
+async def test_one_artifact_that_cannot_be_read_hides_no_other() -> None:
+    """What else the index names is found, and what is committed from then on is named too."""
+
+    class Damaged(FlakyStore):
+        bad = ""
+
+        async def get(self, tenant: str, key: str) -> bytes | None:
+            if key == self.bad:
+                raise StoreError("the row is damaged")
+            return await super().get(tenant, key)
+
+    store, messages, named = Damaged(), chat(12, size=55), []
+    for k in range(5):
+        async with make_runtime(store=store) as runtime:
+            session = runtime.session("s", policy=make_policy(fast(), model_id="m"))
+            for _ in range(9):
+                await session.commit(messages)
+                messages += [A(f"<{len(messages)}>", size=55), H(f"<{len(messages) + 1}>", size=55)]
+                session.observe(messages)
+                await settle(5)
+            await session.commit(messages)
+            await settle(1)
+            assert (runtime.counters.salvaged > 0) == (k > 0) and runtime.counters.committed > 0
+        named.append(json.loads(await store.get("default", "index/s") or b"[]"))
+        if k == 1:
+            store.bad = f"artifact/{next(entry for entry in named[0] if isinstance(entry, str))}"
+    assert all(len(a) < len(b) for a, b in zip(named, named[1:], strict=False))
+
+
+@virtual
 async def test_promise_05_a_store_that_is_deaf_to_its_cancellation_holds_no_turn() -> None:
     """Such as a thread that waits for a database: the first commit goes on without it."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langgraph.channels import BinaryOperatorAggregate, LastValue
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph, add_messages
@@ -261,11 +261,13 @@ def test_a_message_of_ours_from_an_earlier_view_becomes_what_the_state_holds() -
     """Marked ones, and copies without reasoning that a summary has covered since."""
     messages = made(6)
     stale = [CODEC.with_text(messages[0], "stub"), CODEC.without_thinking(messages[3])]
-    unknown = CODEC.summary("old").model_copy(update={"id": "gone"})
+    unknown = CODEC.summary("old").model_copy(update={"id": "smoothctx:gone"})
+    inner = CODEC.with_text(ToolMessage("long", tool_call_id="c", id="t"), "stub")
     view, where = shown(messages, [CODEC.summary("all"), *messages[4:]])
     view_mode = raw([*stale, unknown], messages, view, where, CODEC.without_thinking)
     assert [id(m) for m in view_mode] == [id(messages[0]), id(messages[3])]
     assert raw([stale[0], unknown], messages, messages, ()) == [messages[0]]
+    assert raw([inner], messages, view, where) == raw([inner], messages, messages, ()) == [inner], "an inner agent's"
     held = [CODEC.summary("in the state").model_copy(update={"id": "s"}), *messages[4:]]
     edit = held[0].model_copy(update={"content": "edited"})
     assert raw([edit], held, held, ()) == [edit], "what state mode has written is a message as any other"

@@ -160,11 +160,12 @@ def _raw(
     mine = _Mine(wholes)
     places = {m.id: i for i, m in enumerate(messages) if m.id} if wholes or any(map(mark_of, found)) else {}
     gone = {m.id for m in found if isinstance(m, RemoveMessage)}
+    holders = {m.id: gap for gap in where for m in gap.put} if gone else {}
     done: list[object] = []
     seen: set[int] = set()
     for message in found:
         if isinstance(message, RemoveMessage):
-            done += _removals(message, gone, messages, where)
+            done += _removals(message, gone, messages, holders.get(message.id))
             continue
         at = mine.find(message)
         if at is None:
@@ -181,10 +182,9 @@ def _raw(
 
 
 def _removals(
-    removal: RemoveMessage, gone: set[str | None], messages: Sequence[BaseMessage], where: Sequence[Gap]
+    removal: RemoveMessage, gone: set[str | None], messages: Sequence[BaseMessage], gap: Gap | None
 ) -> list[object]:
     """The removal of one of ours, as that of what it stands for. Several that share it have to go together."""
-    gap = next((g for g in where if any(m.id == removal.id for m in g.put)), None)
     if gap is None:
         return [removal]
     if removal.id != gap.put[0].id or not all(m.id in gone for m in gap.put):
@@ -195,8 +195,8 @@ def _removals(
 def _other(message: object, held: BaseMessage | None, hidden: bool, bare: Bare | None) -> list[object]:
     """A message that is none of ours in this view; where it is from another view, what the state holds in its place."""
     if mark_of(message) is not None and _id(message) is not None:
-        if held is None:
-            return []  # it stood for messages that the state no longer holds
+        if held is None:  # it stood for messages that the state no longer holds, or is an inner agent's own
+            return [] if str(_id(message)).startswith(f"{MARK}:") else [message]
         return [message if mark_of(held) is not None else held]
     if held is not None and hidden and bare is not None and _alike(message, bare(held)):
         return [held]
