@@ -374,10 +374,8 @@ class Launcher:
             entries = []
         keys = [k for k in entries if isinstance(k, str)][-INDEX_SIZE:]
         self._ready = dict(filter(None, map(_prepared, entries)))
-        self._unread = [
-            *reversed(self._ready),
-            *reversed(keys),
-        ]  # the latest reach furthest: first, in case time runs out
+        # The latest reach furthest: they come first, in case time runs out.
+        self._unread = [*reversed(self._ready), *reversed(keys)]
         self._index = [*(k for k in keys if k not in self._index), *self._index][-INDEX_SIZE:]
         self._index_known = True
         if self._unwritten:
