@@ -321,7 +321,7 @@ class Boundary:
         weighed = branch.weigh(artifact, messages)
         size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
         pays = artifact.warm or weighed.saved >= weighed.rebilled  # promise 9: the others wait
-        if self._recut_helps(handle, pays=pays, high=policy.reached(*size)) or policy.over(policy.hard_limit, *size):
+        if self._recut_helps(handle, pays=pays, high=policy.reached(*size)) or not weighed.fits(policy):
             if not pays:
                 self._trigger.in_vain()
             self._outgrown = True
@@ -337,7 +337,7 @@ class Boundary:
             return False
         branch, policy = self._conversation.branch, self._conversation.policy
         weighed = branch.weigh(artifact, messages)
-        if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
+        if not weighed.fits(policy):
             return False  # it would bring back more than a fallback has dropped
         if handle.state is HandleState.READY and (artifact.warm or not self._preloading.may_warm(handle.flight)):
             return True
@@ -402,8 +402,7 @@ class Boundary:
             if branch.refusal(artifact) is not None:
                 continue
             weighed = branch.weigh(artifact, messages)
-            size = (weighed.after + policy.reserved_tokens, weighed.messages_after)
-            if policy.over(policy.hard_limit, *size) and behind:
+            if not weighed.fits(policy) and behind:
                 continue
             if weighed.saved <= 0:
                 continue

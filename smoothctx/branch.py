@@ -23,6 +23,10 @@ class Weighed:
     saved: int
     rebilled: int
 
+    def fits(self, policy: Policy) -> bool:
+        """Would the view fit under the hard limit?"""
+        return not policy.over(policy.hard_limit, self.after + policy.reserved_tokens, self.messages_after)
+
 
 class Branch:
     """History plus the applied replacements, sorted and disjoint."""

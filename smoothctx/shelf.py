@@ -150,8 +150,7 @@ class Shelf:
             shown = [o.artifact.replacement for o in branch.applied]
             if late and any(o.drops_only for o in shown):
                 shown = [o for o in shown if not o.drops_only]
-                weighed = branch.weigh(artifact, messages)
-                if policy.over(policy.hard_limit, weighed.after + policy.reserved_tokens, weighed.messages_after):
+                if not branch.weigh(artifact, messages).fits(policy):
                     continue
             if any(o.start < r.end and r.start < o.end and o.end >= r.end for o in shown):
                 continue  # what is in the view reaches as far
